@@ -1,0 +1,250 @@
+"""The profile: every setting of a job, validated and frozen.
+
+Field documentation is the string under the field, with its unit and its effect.
+Validation of single values is declared here; checks across fields live in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+STRICT = ConfigDict(extra="forbid", strict=True)
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+# YAML writes `1` where 1.0 is meant, and PyYAML reads `1e-4` as text: the loader turns both into floats first.
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TaskProfile:
+    """What is learned: a folder with `task.py` (see jobs/tasks/shapes)."""
+
+    name: str
+    """Name of a folder under jobs/tasks, or a path to one."""
+    options: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Passed to the task's functions unchanged."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ModelProfile:
+    """Which model, and where its first weights come from."""
+
+    config: str
+    """A bundled configuration (`tiny`, `qwen25vl3b`, `qwen25vl7b`, `qwen25vl32b`, `qwen25vl72b`) or a checkpoint folder."""
+    init: Literal["checkpoint", "random", "cold_start"] = "checkpoint"
+    """`checkpoint` loads weights from the folder `config`; `random` draws them; `cold_start` draws them and
+    trains them on the task's own answers first."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations. Masters, moments and gradients are float32 in any case."""
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TopologyProfile:
+    """How ranks are laid out. One rank is one process and, where there are GPUs, one GPU."""
+
+    num_nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    train_tp: PositiveInt = 1
+    """Tensor-parallel degree of the trainer; divides the number of ranks."""
+    rollout_tp: PositiveInt = 1
+    """Tensor-parallel degree of one rollout replica; divides `train_tp`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes CUDA where a GPU is visible. Large profiles say `cuda` so that a laptop refuses them."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DataProfile:
+    """Limits on prompts and media."""
+
+    fps: PositiveFloat = 2.0
+    """Frames sampled per second of video."""
+    max_frames: PositiveInt = 64
+    min_pixels: PositiveInt = 784
+    max_pixels: PositiveInt = 602112
+    """Per frame, after resizing."""
+    max_prompt_tokens: PositiveInt = 8192
+    """A longer prompt is an error that names the row: media tokens are never cut."""
+    on_bad_media: Literal["error", "skip"] = "error"
+    num_workers: NonNegativeInt = 1
+    """Threads that decode and preprocess ahead of the step; 0 decodes in the step."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RolloutProfile:
+    """How responses are generated."""
+
+    group_size: PositiveInt = 8
+    """Responses per prompt (G)."""
+    max_new_tokens: PositiveInt = 2048
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """-1 keeps every token."""
+    max_running_requests: PositiveInt = 256
+    """Requests decoded in one batch."""
+    kv_tokens: PositiveInt = 65536
+    """Capacity of the rollout's KV pool, in tokens per rank."""
+    chunked_prefill_tokens: PositiveInt = 8192
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AlgorithmProfile:
+    """Advantages, loss and KL."""
+
+    name: Literal["grpo"] = "grpo"
+    prompts_per_step: PositiveInt = 32
+    """Prompt groups per step over all ranks; divisible by the data-parallel degree."""
+    advantage_epsilon: PositiveFloat = 1e-4
+    """Added to the standard deviation of a group's rewards."""
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
+    loss_normalizer: Literal["tokens", "responses"] = "tokens"
+    """`tokens`: mean over all response tokens of the step; `responses`: mean of per-response means."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL term in the loss. 0 means that no reference model exists at all."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Denominator of the ratio: the trainer's own log-probs under the same weights (ratio exactly 1 on the
+    first minibatch), or the rollout's."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class OptimizerProfile:
+    """AdamW on host FP32 state."""
+
+    lr: PositiveFloat = 1e-6
+    warmup_steps: NonNegativeInt = 0
+    """Linear warm-up, constant afterwards."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    clip_norm: PositiveFloat = 1.0
+    """Global gradient norm, computed in FP32."""
+    chunk_elements: Annotated[int, Field(ge=64, multiple_of=64)] = 16_777_216
+    """Elements updated at a time; results do not depend on it."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ScheduleProfile:
+    """The order of tasks within a step. None of these settings changes a result."""
+
+    name: Literal["rollplex", "colocate"] = "rollplex"
+    prefixes_in_flight: NonNegativeInt = 0
+    """Prompt groups whose actor boundary may be held ahead of their suffix; 0 means all of the step."""
+    early_groups: bool = True
+    """Train groups whose responses are final while others still decode."""
+    prefix_activations: Literal["keep", "host", "recompute"] = "recompute"
+    """What prefix backward uses: kept activations, layer inputs saved on the host, or a second forward."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ColdStartProfile:
+    """Supervised steps on the true answers before RL; used where `model.init` is `cold_start`."""
+
+    lr: PositiveFloat = 1e-3
+    warmup_steps: NonNegativeInt = 20
+    batch_size: PositiveInt = 16
+    max_steps: PositiveInt = 250
+    test_from_step: NonNegativeInt = 60
+    test_every: PositiveInt = 10
+    stop_accuracy: Fraction = 0.5
+    """Sampled accuracy on the validation split at which the cold start ends."""
+    stop_accuracy_each_kind: Fraction = 0.33
+    test_clips: PositiveInt = 48
+    test_samples: PositiveInt = 4
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TargetProfile:
+    """When a run counts as successful; without one it runs `runtime.max_steps` and exits 0."""
+
+    reward_mean: float
+    """Mean reward over the last `window` steps that must be reached."""
+    window: PositiveInt = 10
+    stop: bool = True
+    """End the run when the target is reached."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EvaluationProfile:
+    """Greedy answers on the held-out split; never used for a decision."""
+
+    num_samples: NonNegativeInt = 0
+    """0 turns evaluation off."""
+    every_steps: NonNegativeInt = 0
+    """0 evaluates only before the first and after the last step."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GuardsProfile:
+    """What stops a run that looks healthy and is wrong."""
+
+    parity_limit: PositiveFloat = 0.1
+    """Largest mean absolute difference between rollout and trainer log-probs of the same tokens."""
+    zero_reward_steps: PositiveInt = 10
+    """Steps in a row in which every reward is zero before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MemoryProfile:
+    """Budgets; `None` takes what the machine has."""
+
+    budget_gib: PositiveFloat | None = None
+    host_budget_gib: PositiveFloat | None = None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RuntimeProfile:
+    """Everything about the run itself."""
+
+    seed: NonNegativeInt = 0
+    max_steps: PositiveInt = 100
+    checkpoint_every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 writes one only at the end and when interrupted."""
+    keep_checkpoints: PositiveInt = 2
+    stall_timeout_s: PositiveFloat = 600.0
+    """A run in which no task finishes for this long stops and names what each rank waits for."""
+    torch_threads: NonNegativeInt = 1
+    """CPU threads of each of the rollout and the trainer thread; 0 leaves PyTorch's default. Results are
+    bit-equal only for equal values."""
+    master_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Rendezvous port; 0 picks a free one."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Profile:
+    """A whole job."""
+
+    name: str
+    description: str = ""
+    task: TaskProfile
+    model: ModelProfile
+    topology: TopologyProfile = Field(default_factory=TopologyProfile)
+    data: DataProfile = Field(default_factory=DataProfile)
+    rollout: RolloutProfile = Field(default_factory=RolloutProfile)
+    algorithm: AlgorithmProfile = Field(default_factory=AlgorithmProfile)
+    optimizer: OptimizerProfile = Field(default_factory=OptimizerProfile)
+    schedule: ScheduleProfile = Field(default_factory=ScheduleProfile)
+    cold_start: ColdStartProfile = Field(default_factory=ColdStartProfile)
+    target: TargetProfile | None = None
+    evaluation: EvaluationProfile = Field(default_factory=EvaluationProfile)
+    guards: GuardsProfile = Field(default_factory=GuardsProfile)
+    memory: MemoryProfile = Field(default_factory=MemoryProfile)
+    runtime: RuntimeProfile = Field(default_factory=RuntimeProfile)
+
+    @property
+    def num_ranks(self) -> int:
+        """World size: one process per rank."""
+        return self.topology.num_nodes * self.topology.ranks_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of data-parallel training groups."""
+        return self.num_ranks // self.topology.train_tp
