@@ -1,0 +1,150 @@
+"""The task graph and the schedules, without threads."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
+from rollplex_cli.runtime.executor.graph import TaskGraph, TaskState, build_step_graph
+from rollplex_cli.runtime.executor.schedules import Schedule, schedule_from
+
+K = TaskKind
+GRADIENT = (K.ACTOR_SUFFIX, K.ACTOR_PREFIX_BACKWARD)
+
+
+def simulate(graph: TaskGraph, schedule: Schedule, order: list[int], rng: random.Random,
+             cancel: set[int] = frozenset()) -> list[TaskKey]:  # type: ignore[assignment]
+    """Run a step by chance: at each turn one of the possible events happens. Returns tasks in start order."""
+    phase, started, running = Phase.GENERATE, [], []
+    for g in order:
+        graph.start(TaskKey(K.DECODE, g))
+    to_decode = list(order)
+    for g in cancel:
+        if g not in order:
+            graph.cancel_group(g)
+    for _ in range(10_000):
+        events = ["decode"] if to_decode else []
+        events += ["finish"] if running else []
+        picks = {lane: schedule.pick(graph, lane, phase) for lane in Lane
+                 if not any(k.kind in LANE_KINDS[lane] for k in running)}
+        events += [lane for lane, key in picks.items() if key is not None and key.kind is not K.DECODE]
+        if not events:
+            if phase is Phase.GENERATE and graph.all_terminal([K.DECODE]):
+                phase = Phase.LEARN
+            elif phase is Phase.LEARN and graph.all_terminal([K.ACTOR_PREFIX_BACKWARD]):
+                phase = Phase.UPDATE
+            elif phase is Phase.UPDATE and graph.all_terminal([K.UPDATE]):
+                phase = Phase.PUBLISH
+            else:
+                break
+            continue
+        event = rng.choice(events)
+        if event == "decode":
+            graph.complete(TaskKey(K.DECODE, to_decode.pop(0)))
+        elif event == "finish":
+            graph.complete(running.pop(rng.randrange(len(running))))
+        else:
+            key = picks[Lane(event)]
+            assert key is not None
+            graph.start(key)
+            started.append((key, phase))
+            running.append(key)
+    assert graph.all_terminal(K), [t.key for t in graph.tasks.values()
+                                   if t.state not in (TaskState.DONE, TaskState.CANCELLED)]
+    return started  # type: ignore[return-value]
+
+
+LANE_KINDS = {
+    Lane.ROLLOUT: {K.PUBLISH},
+    Lane.HOST: {K.REWARD, K.ADVANTAGE},
+    Lane.TRAINER: {K.EXCHANGE, K.REF_PREFIX, K.REF_SUFFIX, K.ACTOR_PREFIX, K.ACTOR_SUFFIX,
+                   K.ACTOR_PREFIX_BACKWARD, K.UPDATE},
+}
+
+schedules = st.builds(
+    schedule_from,
+    st.sampled_from(["colocate", "rollplex"]),
+    early_groups=st.booleans(),
+    prefixes_in_flight=st.integers(0, 4),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schedules, st.permutations(range(5)), st.booleans(), st.booleans(), st.integers(0, 10**6),
+       st.sets(st.integers(0, 4), max_size=4))
+def test_every_schedule_ends_and_adds_gradients_in_logical_order(
+    schedule: Schedule, order: list[int], reference: bool, exchange: bool, seed: int, dropped: set[int]
+) -> None:
+    graph = build_step_graph(range(5), reference=reference, exchange=exchange)
+    kept = [g for g in order if g not in dropped]
+    started = simulate(graph, schedule, kept, random.Random(seed), cancel=dropped)
+    gradients = [(k.kind, k.group) for k, _ in started if k.kind in GRADIENT]
+    assert gradients == [(kind, g) for g in kept for kind in GRADIENT]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(5)), st.integers(1, 3), st.integers(0, 10**6))
+def test_boundaries_held_stay_within_the_limit_plus_the_next_group(order: list[int], limit: int, seed: int) -> None:
+    graph = build_step_graph(range(5), reference=True)
+    schedule = schedule_from("rollplex", early_groups=True, prefixes_in_flight=limit)
+    started = simulate(graph, schedule, list(order), random.Random(seed))
+    held, most = 0, 0
+    for key, _ in started:
+        held += (key.kind is K.ACTOR_PREFIX) - (key.kind is K.ACTOR_PREFIX_BACKWARD)
+        most = max(most, held)
+    assert most <= limit + 1
+
+
+def test_colocate_runs_role_by_role_after_decode() -> None:
+    graph = build_step_graph(range(3), reference=True)
+    started = simulate(graph, schedule_from("colocate", early_groups=True, prefixes_in_flight=0), [2, 0, 1],
+                       random.Random(0))
+    trainer = [(k, p) for k, p in started if k.kind in LANE_KINDS[Lane.TRAINER]]
+    assert all(p is not Phase.GENERATE for _, p in trainer)
+    kinds = [k.kind for k, _ in trainer]
+    last_reference = max(i for i, kind in enumerate(kinds) if kind in (K.REF_PREFIX, K.REF_SUFFIX))
+    assert kinds.index(K.ACTOR_PREFIX) > last_reference
+
+
+def test_without_early_groups_suffixes_wait_for_the_barrier() -> None:
+    graph = build_step_graph(range(3), reference=True)
+    started = simulate(graph, schedule_from("rollplex", early_groups=False, prefixes_in_flight=0), [2, 0, 1],
+                       random.Random(1))
+    assert all(p is Phase.LEARN for k, p in started if k.kind in (*GRADIENT, K.REF_SUFFIX))
+    assert any(p is Phase.GENERATE for k, p in started if k.kind is K.ACTOR_PREFIX)
+
+
+def test_no_suffix_before_its_needs() -> None:
+    graph = build_step_graph([0], reference=True)
+    graph.start(TaskKey(K.DECODE, 0))
+    graph.complete(TaskKey(K.DECODE, 0))
+    suffix = TaskKey(K.ACTOR_SUFFIX, 0)
+    assert not graph.is_ready(suffix)
+    assert graph.blocked_by(suffix) == ["actor_prefix[0]", "advantage[0]", "ref_suffix[0]"]
+    with pytest.raises(ValueError, match="cannot start"):
+        graph.start(suffix)
+
+
+def test_a_group_in_the_middle_of_its_gradient_is_not_cancelled() -> None:
+    graph = build_step_graph([0, 1], reference=False)
+    for g in (0, 1):
+        for kind in (K.DECODE, K.REWARD, K.ADVANTAGE, K.ACTOR_PREFIX):
+            graph.start(TaskKey(kind, g))
+            graph.complete(TaskKey(kind, g))
+    graph.start(TaskKey(K.ACTOR_SUFFIX, 0))
+    assert graph.cancel_group(0) == []
+    assert TaskKey(K.ACTOR_SUFFIX, 1) in graph.cancel_group(1)
+    assert graph.state(TaskKey(K.ACTOR_PREFIX_BACKWARD, 0)) is TaskState.WAITING
+
+
+def test_unknown_needs_and_doubles_are_refused() -> None:
+    graph = TaskGraph()
+    graph.add(TaskKey(K.UPDATE))
+    with pytest.raises(ValueError, match="in the graph already"):
+        graph.add(TaskKey(K.UPDATE))
+    with pytest.raises(ValueError, match="not in the graph"):
+        graph.add(TaskKey(K.PUBLISH), [TaskKey(K.DECODE, 3)])
