@@ -15,7 +15,8 @@ FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 def talk(message: str) -> None:
     """One line to the user on stderr, exactly as given (no markup)."""
-    print(message, file=sys.stderr, flush=True)
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()
 
 
 def warn(message: str) -> None:

@@ -21,7 +21,7 @@ def shipped_folder(kind: Literal["profiles", "jobs"]) -> Path:
 def shipped_profiles() -> dict[str, Path]:
     """Every shipped profile: name (file name without `.yaml`) to path, sorted by name."""
     folder = shipped_folder("profiles")
-    return {path.stem: path for path in sorted(folder.rglob("*.yaml"))}
+    return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
 def task_folder(name: str) -> Path | None:

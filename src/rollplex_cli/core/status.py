@@ -116,7 +116,8 @@ def _describe(error: BaseException) -> dict[str, Any]:
     if isinstance(error, errors.RollplexError):
         message, hint, code = error.message, error.hint, error.exit_code
     else:
-        message, hint, code = f"{type(error).__name__}: {error}", None, 75 if isinstance(error, KeyboardInterrupt) else 1
+        message, hint = f"{type(error).__name__}: {error}", None
+        code = 75 if isinstance(error, KeyboardInterrupt) else 1
     return {"message": message, "hint": hint, "exit_code": code, "error": type(error).__name__}
 
 

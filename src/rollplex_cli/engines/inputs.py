@@ -6,12 +6,56 @@ Positions are computed once, here, and handed to every engine: the engines' own 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.rl.positions import mrope_positions
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from rollplex_cli.data.types import Prompt
+
+_TOP_LEVEL = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
+_VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 14, "tokens_per_second": 4}
+"""Defaults of `transformers.Qwen2_5_VLConfig`, which leaves a value equal to its default out of config.json."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaTokens:
+    """What a model's configuration says about media: ids of the placeholders and sizes of the vision grid."""
+
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    merge_size: int
+    """Patches per token along rows and columns."""
+    temporal_patch_size: int
+    """Frames per temporal grid step."""
+    patch_size: int
+    """Pixels per patch along rows and columns."""
+    tokens_per_second: float
+    """Temporal positions per second of video."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> MediaTokens:
+        """Read a Hugging Face config.json of a Qwen2.5-VL model.
+
+        Raises:
+            UsageError: for a model of another kind, or a value that is not a number.
+        """
+        vision = config.get("vision_config")
+        if not isinstance(vision, dict):
+            raise UsageError(f"model has no vision configuration: {config.get('model_type')}")
+        values = {key: config.get(key, default) for key, default in _TOP_LEVEL.items()}
+        values |= {key: vision.get(key, default) for key, default in _VISION.items()}
+        values["merge_size"] = values.pop("spatial_merge_size")
+        for key, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UsageError(f"model configuration: `{key}` is not a number: {value!r}")
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +77,26 @@ class PromptInput:
     def num_tokens(self) -> int:
         """Prompt length P."""
         return len(self.prompt.token_ids)
+
+
+def build_prompt_input(prompt: Prompt, config: MediaTokens) -> PromptInput:
+    """Attach the positions that every engine uses for `prompt`.
+
+    Raises:
+        ValueError: where the placeholders of the prompt do not match its media.
+    """
+    positions = mrope_positions(
+        prompt.token_ids,
+        prompt.media,
+        image_token_id=config.image_token_id,
+        video_token_id=config.video_token_id,
+        vision_start_token_id=config.vision_start_token_id,
+        merge_size=config.merge_size,
+        tokens_per_second=config.tokens_per_second,
+    )
+    return PromptInput(
+        prompt=prompt,
+        position_ids=positions.position_ids,
+        rope_delta=positions.rope_delta,
+        media_spans=positions.media_spans,
+    )

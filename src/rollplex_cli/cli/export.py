@@ -1,0 +1,40 @@
+"""`rollplex export`: a run's weights as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollplex_cli.cli import options
+from rollplex_cli.cli.output import print_json, set_json_mode
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.log import talk
+
+EXPORT = "rollplex_cli.runtime.export"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    to: Annotated[Path, typer.Option("--to", help="Folder to write; new or empty.")],
+    as_json: options.JsonOption = False,
+) -> None:
+    """Write a run's newest weights as a Hugging Face checkpoint."""
+    from rollplex_cli.launch.run_folder import reopen_run
+    from rollplex_cli.launch.supervise import run_child
+    from rollplex_cli.launch.torchrun import worker_env
+    from rollplex_cli.profile.load import load_profile
+
+    set_json_mode(as_json)
+    folder = reopen_run(run)
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UsageError(f"the folder exists and is not empty: `{to}`", hint="choose another `--to`")
+    argv = [sys.executable, "-m", EXPORT, str(folder.root.resolve()), "--to", str(to.resolve())]
+    run_child(argv, folder, worker_env(load_profile(folder.profile), os.environ), what="export")
+    if as_json:
+        print_json({"run_dir": str(run), "checkpoint": str(to)})
+    else:
+        talk(f"checkpoint: {to}")

@@ -1,0 +1,66 @@
+"""Options that several commands share, and the profile they lead to."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.plan.build import Plan
+    from rollplex_cli.plan.fit import Machine
+    from rollplex_cli.profile.schema import Profile
+
+DEFAULT_PROFILE = "tiny"
+RUNS = Path("runs")
+
+ProfileOption = Annotated[
+    str,
+    typer.Option("--profile", "-p", envvar="ROLLPLEX_PROFILE", help="A shipped profile's name, or a YAML file."),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a profile key, as in `runtime.seed=1`. Repeatable."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and nothing else there.")]
+RunDirOption = Annotated[
+    Path | None, typer.Option("--run-dir", help="Folder of the run [default: ./runs/PROFILE-TIME].", show_default=False)
+]
+PlainOption = Annotated[bool, typer.Option("--plain", help="One line per step instead of a live display.")]
+
+
+def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine]:
+    """The profile with its device decided, its plan, and this machine."""
+    from rollplex_cli.launch.machine import detect_machine
+    from rollplex_cli.plan.build import build_plan
+    from rollplex_cli.profile.load import load_profile
+
+    profile = load_profile(name, overrides or [])
+    machine = detect_machine(look_for_gpus=profile.topology.device != "cpu")
+    if profile.topology.device == "auto":
+        device: Literal["cpu", "cuda"] = "cuda" if machine.gpu_bytes else "cpu"
+        profile = dataclasses.replace(profile, topology=dataclasses.replace(profile.topology, device=device))
+    return profile, build_plan(profile), machine
+
+
+def require_fit(plan: Plan, machine: Machine) -> None:
+    """Raise DoesNotFitError with all that is missing and all that the job needs."""
+    from rollplex_cli.core.errors import DoesNotFitError
+    from rollplex_cli.plan.fit import fit
+
+    verdict = fit(plan, machine)
+    if not verdict.fits:
+        lines = [*verdict.reasons, f"profile `{plan.profile_name}` needs", *(f"  {line}" for line in verdict.needs)]
+        raise DoesNotFitError("the job does not fit this machine" + "".join(f"\n  {line}" for line in lines))
+
+
+def new_run(profile: Profile, plan: Plan, run_dir: Path | None, argv: list[str], prefix: str = "") -> RunFolder:
+    """A fresh run folder, by default under ./runs."""
+    from rollplex_cli.launch.run_folder import create_run, default_run_dir
+    from rollplex_cli.profile.dump import resolved_yaml
+
+    root = run_dir or default_run_dir(RUNS, prefix + profile.name)
+    return create_run(root, profile_yaml=resolved_yaml(profile), plan_json=plan.to_json(), argv=argv)

@@ -1,0 +1,157 @@
+"""Prompts for each step, built ahead of it by worker threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from rollplex_cli.core.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import TracebackType
+
+    from rollplex_cli.data.order import BatchOrder
+    from rollplex_cli.data.types import Prompt, Sample
+
+DEFAULT_CACHE_BYTES = 1 << 30
+PREFETCH_STEPS = 2
+MAX_REPLACEMENTS = 8
+"""Bad samples in a row for one slot of a batch before the run stops, even where it may skip them."""
+
+
+class Builder(Protocol):
+    """Makes a prompt of a sample; `data.processor.PromptBuilder` is the real one. Called from several threads."""
+
+    def build(self, sample: Sample) -> Prompt:
+        """Raises DataError for a sample that cannot be used."""
+
+
+class PromptCache:
+    """Keeps built prompts up to a number of bytes. Safe from several threads.
+
+    What came first stays: the order visits every sample once per epoch, so evicting the oldest would evict
+    exactly what is needed next.
+    """
+
+    def __init__(self, builder: Builder, max_bytes: int = DEFAULT_CACHE_BYTES) -> None:
+        self._builder = builder
+        self._max_bytes = max_bytes
+        self._prompts: dict[str, Prompt] = {}
+        self._lock = threading.Lock()
+        self.num_bytes = 0
+        """Bytes of the patches held."""
+
+    def build(self, sample: Sample) -> Prompt:
+        """The prompt of a sample, from the cache where it is there."""
+        if (cached := self._prompts.get(sample.sample_id)) is not None and cached.sample == sample:
+            return cached
+        prompt = self._builder.build(sample)
+        size = sum(medium.patches.nbytes for medium in prompt.media)
+        with self._lock:
+            if sample.sample_id not in self._prompts and self.num_bytes + size <= self._max_bytes:
+                self._prompts[sample.sample_id] = prompt
+                self.num_bytes += size
+        return prompt
+
+
+class PromptLoader:
+    """Hands out the prompts of a step, in the order's order, and builds the next steps' meanwhile.
+
+    The prompts depend on the order, the step and the files only: not on the workers, not on what was asked before.
+    A sample that cannot be used is an error, or with `on_bad_media="skip"` is replaced by the sample that the same
+    slot has in the next step (then the one after), is entered in `skipped`, and is an error after
+    `MAX_REPLACEMENTS` in a row.
+
+    Args:
+        samples: rows of the split; as many as the order was made for.
+        num_workers: threads that build ahead; 0 builds when asked.
+        prefetch_steps: how many steps ahead to build.
+    """
+
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        builder: Builder,
+        order: BatchOrder,
+        *,
+        num_workers: int = 1,
+        on_bad_media: Literal["error", "skip"] = "error",
+        prefetch_steps: int = PREFETCH_STEPS,
+    ) -> None:
+        if len(samples) != order.num_samples:
+            raise ValueError(f"order was made for {order.num_samples} samples, got: {len(samples)}")
+        self._samples = samples
+        self._builder = builder
+        self._order = order
+        self._may_skip = on_bad_media == "skip"
+        self._prefetch_steps = prefetch_steps
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prompts") if num_workers else None
+        self._pending: dict[int, Future[Prompt]] = {}
+        self.skipped: dict[str, str] = {}
+        """Samples left out so far, by id, with the reason."""
+
+    def batch(self, step: int) -> list[Prompt]:
+        """This rank's prompts of a step. Blocks until they are built; one caller at a time.
+
+        Raises:
+            DataError: a sample cannot be used; the first one of the batch in its order.
+        """
+        if self._pool is not None:
+            self._keep_ahead(self._pool, step)
+        return [self._result(position) for position in self._order.positions(step)]
+
+    def close(self) -> None:
+        """Stop the workers; what is being built is finished and dropped."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> PromptLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _keep_ahead(self, pool: ThreadPoolExecutor, step: int) -> None:
+        wanted = [p for ahead in range(self._prefetch_steps + 1) for p in self._order.positions(step + ahead)]
+        for position in set(self._pending) - set(wanted):
+            self._pending.pop(position).cancel()
+        for position in wanted:
+            if position not in self._pending:
+                self._pending[position] = pool.submit(self._build, position)
+
+    def _result(self, position: int) -> Prompt:
+        future = self._pending.pop(position, None)
+        return self._build(position) if future is None else future.result()
+
+    def _build(self, position: int) -> Prompt:
+        for attempt in range(MAX_REPLACEMENTS + 1):
+            sample = self._samples[self._order.index(position + attempt * self._order.prompts_per_step)]
+            try:
+                return self._builder.build(sample)
+            except DataError as error:
+                if not self._may_skip:
+                    raise
+                self.skipped[sample.sample_id] = error.message
+                last = error
+        raise DataError(
+            f"too many unusable samples ({len(self.skipped)} so far, {MAX_REPLACEMENTS + 1} in a row), the last one: "
+            f"{last.message}",
+            hint="check the data, or set `data.on_bad_media: error` to stop at the first",
+        )
+
+
+def build_all(samples: Sequence[Sample], builder: Builder, *, num_workers: int = 1) -> list[Prompt]:
+    """Prompts of all `samples`, in their order; for evaluation and the cold start.
+
+    Raises:
+        DataError: a sample cannot be used.
+    """
+    if num_workers <= 1:
+        return [builder.build(sample) for sample in samples]
+    with ThreadPoolExecutor(num_workers, thread_name_prefix="prompts") as pool:
+        return list(pool.map(builder.build, samples))

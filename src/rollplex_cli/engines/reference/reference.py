@@ -1,0 +1,55 @@
+"""The reference policy: the same split forward over frozen weights of its own, log-probs only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.split import SplitModel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.split import PrefixState
+    from rollplex_cli.rl.packing import PackedSuffix
+
+
+class Reference:
+    """Scores responses under weights that never change.
+
+    Args:
+        hf_model: a module whose parameters nobody writes; they are frozen here.
+        temperature: of the rollout, so that log-probs compare with the policy's.
+        banned_token_ids: as the actor's.
+        attention: as the actor's.
+    """
+
+    def __init__(
+        self,
+        hf_model: Any,
+        *,
+        temperature: float = 1.0,
+        banned_token_ids: Sequence[int] = (),
+        attention: str = "sdpa",
+    ) -> None:
+        hf_model.requires_grad_(False)
+        self._split = SplitModel(
+            model_weights(hf_model),
+            temperature=temperature,
+            banned_token_ids=banned_token_ids,
+            attention=attention,
+        )
+
+    def prefix(self, prompt: PromptInput) -> PrefixState:
+        """Boundary keys and values of a prompt, without a graph."""
+        return self._split.prefix(prompt, "none")
+
+    def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
+        """Log-probs [S] of the packed responses; drops the boundary, which has no further use."""
+        with torch.no_grad():
+            logprobs = self._split.suffix(state, packed)
+        state.release()
+        return logprobs

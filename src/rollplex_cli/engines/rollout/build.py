@@ -1,0 +1,130 @@
+"""Constructing a hosted scheduler without leaving marks on the process.
+
+Import only after `host.import_sglang`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from sglang.srt.distributed import parallel_state
+from sglang.srt.managers import mm_utils
+from tqdm import tqdm
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.engines.inputs import MediaTokens
+from rollplex_cli.engines.rollout import patches, sampling
+from rollplex_cli.engines.rollout.args import server_args
+from rollplex_cli.engines.rollout.scheduler import HostedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from rollplex_cli.engines.rollout.args import RolloutOptions
+
+WEIGHT_PREFIXES = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "visual.")
+"""Weight names that SGLang's loader of this model takes; it skips others without a word."""
+
+_GROUPS = ("_WORLD", "_TP", "_ATTN_TP", "_ATTN_CP", "_DCP", "_MOE_DP", "_MOE_EP", "_MOE_TP", "_PP")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A scheduler and what the engine must know of its model."""
+
+    scheduler: HostedScheduler
+    image_token_id: int
+    video_token_id: int
+    vocab_size: int
+    capacity: int
+    """Largest prompt plus response, in tokens."""
+
+
+def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp_rank: int) -> Built:
+    """Build the scheduler of this rank. With several replicas this is a collective of the default group."""
+    check_weight_names(options.model_dir)
+    media = MediaTokens.from_config(json.loads((options.model_dir / "config.json").read_text()))
+    image, video = media.image_token_id, media.video_token_id
+    patches.apply(options.device)
+    sampling.register((image, video))
+    patches.hooks.replicas = replicas
+    patches.hooks.kv_buffers = options.kv_buffers
+    patches.hooks.capture_stream = options.capture_stream
+    try:
+        with _untouched(), torch.no_grad():
+            args = server_args(options, len(replicas[0]))
+            built = HostedScheduler(args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind)
+    except BaseException:
+        release()
+        raise
+    finally:
+        patches.hooks = patches.Hooks()
+    mm_utils.init_mm_embedding_cache(options.vision_cache_mib * 2**20)
+    return Built(
+        scheduler=built,
+        image_token_id=image,
+        video_token_id=video,
+        vocab_size=built.model_config.vocab_size,
+        # SGLang keeps 5 tokens of the pool or context free of prompt and admits strictly less than the pool.
+        capacity=built.max_req_len - 6,
+    )
+
+
+def release() -> None:
+    """Destroy SGLang's groups, so that another scheduler can be built in this process."""
+    destroyed: set[int] = set()
+    for name in _GROUPS:
+        group = getattr(parallel_state, name)
+        if group is not None and id(group) not in destroyed and torch.distributed.is_initialized():
+            destroyed.add(id(group))
+            group.destroy()
+        setattr(parallel_state, name, None)
+
+
+def check_weight_names(model_dir: Path) -> None:
+    """Raise UsageError for a checkpoint without weights, or with weights under names that SGLang would skip."""
+    from safetensors import safe_open
+
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files or not (model_dir / "config.json").is_file():
+        raise UsageError(f"not a checkpoint with `config.json` and safetensors: {model_dir}")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                if not name.startswith(WEIGHT_PREFIXES):
+                    raise UsageError(
+                        f"a weight name in {file.name} is not one that the rollout loads: `{name}`",
+                        hint="save the model with `save_pretrained` of the pinned transformers",
+                    )
+
+
+@contextmanager
+def _untouched() -> Iterator[None]:
+    """Put back what the constructor changes for the whole process: RNGs, default dtype, threads, logging."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    cpu_state = torch.get_rng_state()
+    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    interval, logger = tqdm.monitor_interval, logging.getLogger("sglang")
+    tqdm.monitor_interval = 0  # its monitor is a thread that never ends
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(logging.WARNING)
+        tqdm.monitor_interval = interval
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(cpu_state)
+        if cuda_states is not None:
+            torch.cuda.set_rng_state_all(cuda_states)

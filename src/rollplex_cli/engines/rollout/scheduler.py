@@ -1,0 +1,160 @@
+"""SGLang's Scheduler as a library object: no sockets, no watchdog, stepped by its owner.
+
+Import only after `host.import_sglang`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.managers import mm_utils
+from sglang.srt.managers.io_struct import PauseGenerationReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcChannels
+from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from rollplex_cli.engines.rollout import patches
+
+if TYPE_CHECKING:
+    from rollplex_cli.engines.rollout.args import Rebind
+
+
+class _NoOutput:
+    """Takes the place of the streamer that sends every token to other processes: results are read off the requests."""
+
+    def stream_output(self, *_args: Any, **_kwargs: Any) -> None:
+        """Nothing listens."""
+
+
+class HostedScheduler(Scheduler):
+    """A Scheduler whose loop is `step`, called by one thread."""
+
+    running_batch: Any
+    """Requests being decoded; finished ones stay in it until the next step."""
+    last_batch: Any
+    """The batch of the last step, or `None`."""
+    waiting_queue: list[Any]
+    chunked_req: Any
+    """The request whose prompt is partly prefilled, or `None`."""
+
+    def __init__(self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None) -> None:
+        self._rebind = rebind
+        super().__init__(
+            server_args,
+            SimpleNamespace(nccl_port=0),
+            gpu_id=gpu_id,
+            tp_rank=tp_rank,
+            moe_ep_rank=0,
+            pp_rank=0,
+            attn_cp_rank=0,
+            moe_dp_rank=0,
+            dp_rank=None,
+        )
+        # Set now, not at construction, where it would override PyTorch operators for the whole process. All that
+        # is left of it is that batches carry the seeds of their requests.
+        server_args.override("rollplex", enable_deterministic_inference=True)
+
+    def init_ipc_channels(self, port_args: Any) -> None:
+        """No sockets: nothing is received, and what is sent goes nowhere."""
+        self.ipc_channels = SchedulerIpcChannels(
+            recv_from_tokenizer=None,
+            recv_from_rpc=None,
+            send_to_tokenizer=SenderWrapper(None),
+            send_to_detokenizer=SenderWrapper(None),
+            send_metrics_from_scheduler=None,
+        )
+        self.load_snapshot_writer = None
+
+    def init_output_streamer(self) -> None:
+        """Results are read off the requests."""
+        self.output_streamer = _NoOutput()
+
+    def init_tp_model_worker(self) -> None:
+        """Load the model, then place its weights before pools and decode graphs take their addresses."""
+        super().init_tp_model_worker()
+        model = self.model
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if self._rebind is not None:
+                parameter.data = _checked(name, parameter.data, self._rebind(name, parameter.data))
+        patches.linear_patch_embed(model.visual.patch_embed)
+
+    @property
+    def model(self) -> Any:
+        """SGLang's model module."""
+        return self.tp_worker.model_runner.model
+
+    @torch.no_grad()
+    def step(self) -> list[Any]:
+        """Run one batch (a prefill or a decode); the requests that were in it, empty if there was nothing to run."""
+        batch = self._next_batch()
+        if batch is None:
+            # Dropping the last finished request of a full batch takes a turn of its own, which runs nothing.
+            batch = self._next_batch()
+        reqs: list[Any] = []
+        if batch is not None:
+            result = self.run_batch(batch)
+            reqs = list(batch.reqs)
+            self.process_batch_result(batch, result)
+        self.last_batch = batch
+        return reqs
+
+    def _next_batch(self) -> Any:
+        plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
+        self.running_batch = plan.running_batch
+        self.last_batch = None
+        return plan.batch_to_run
+
+    def drop(self, req: Any) -> None:
+        """End an unfinished request between two steps, giving back its KV. Its tokens stay readable on it."""
+        if any(queued is req for queued in self.waiting_queue):
+            self.waiting_queue = [queued for queued in self.waiting_queue if queued is not req]
+        elif req is self.chunked_req:
+            self.chunked_req = None
+            release_kv_cache(req, self.tree_cache, is_insert=False)
+        else:
+            release_kv_cache(req, self.tree_cache)
+        req.finished_reason = FINISH_ABORT()
+
+    def settle(self) -> None:
+        """With no live request left, forget the finished ones, which SGLang would do one step later."""
+        if not self.waiting_queue and self.chunked_req is None:
+            self.running_batch.filter_batch()
+            self.running_batch.batch_is_full = False
+            self.last_batch = None
+
+    def check_idle(self) -> None:
+        """SGLang's own idle housekeeping: pool leak checks, which raise, and the reset of its length estimate."""
+        self.on_idle()
+
+    def retract_running(self) -> None:
+        """Give back the KV of every running request; all go back to the queue with their tokens."""
+        self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._engine_paused = False
+
+    @property
+    def holds_kv(self) -> bool:
+        """True while a request owns KV slots."""
+        return not self.running_batch.is_empty() or self.chunked_req is not None or self.last_batch is not None
+
+    def flush(self) -> None:
+        """Empty prefix cache, KV pool and vision embeddings. Queued requests stay queued."""
+        queued, self.waiting_queue = self.waiting_queue, []
+        # Emptying the allocator's cache would synchronise the device under the trainer's feet: never.
+        done = self.flush_cache(empty_cache=False)
+        self.waiting_queue = queued
+        assert done, "flush while a request owns KV"
+        mm_utils.embedding_cache.clear()
+
+
+def _checked(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    if new.shape != old.shape or new.dtype != old.dtype or not new.is_contiguous():
+        raise ValueError(
+            f"`rebind` must return a contiguous tensor like {tuple(old.shape)} {old.dtype} for `{name}`, "
+            f"got {tuple(new.shape)} {new.dtype}"
+        )
+    return new

@@ -1,0 +1,174 @@
+"""The policy under training: split forward and backward, gradients in the arena, updates through DeepSpeed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollplex_cli.core.errors import NonFiniteError
+from rollplex_cli.engines.trainer.arena import GradientArena
+from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.optimizer import AdamWSettings, HostAdamW
+from rollplex_cli.engines.trainer.split import SplitModel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch.distributed as dist
+
+    from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
+    from rollplex_cli.rl.losses import LossResult
+    from rollplex_cli.rl.packing import PackedSuffix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuffixOutcome:
+    """What training one group's suffixes yields."""
+
+    logprobs: torch.Tensor
+    """[S], detached, in packing order."""
+    loss: float
+    """Sum over the group, before normalisation."""
+    weight: int
+    """What the group adds to the step's normaliser."""
+    metrics: dict[str, float]
+    """The loss function's metrics."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOutcome:
+    """What an update did."""
+
+    grad_norm: float
+    """Global norm of the averaged gradient before clipping."""
+    lr: float
+    applied: bool
+
+
+class Actor:
+    """One rank's share of the policy. Every method is called from the trainer thread.
+
+    Gradients of all groups of a step accumulate in the arena in the order of the calls; nothing else is carried from
+    one group to the next. No method draws random numbers.
+
+    Args:
+        hf_model: the module whose parameters are trained where they lie (views of the rollout's tensors).
+        optimizer: AdamW settings.
+        temperature: of the rollout.
+        banned_token_ids: ids the rollout never samples.
+        prefix_activations: what prefix backward uses, `keep`, `host` or `recompute`; results are bit-equal.
+        attention: a key of `model.attention.ATTENTION`.
+        data_parallel_group: ranks that train the same parameters; None takes all ranks.
+
+    Raises ValueError where no default torch.distributed group exists.
+    """
+
+    def __init__(
+        self,
+        hf_model: Any,
+        *,
+        optimizer: AdamWSettings,
+        temperature: float = 1.0,
+        banned_token_ids: Sequence[int] = (),
+        prefix_activations: PrefixMode = "recompute",
+        attention: str = "sdpa",
+        data_parallel_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
+
+        self._params: dict[str, torch.nn.Parameter] = dict(hf_model.named_parameters())
+        self._mode = prefix_activations
+        self._arena = GradientArena(self._params)
+        self._optimizer = HostAdamW(self._params, self._arena, optimizer)
+        self._engine = TrainingEngine(
+            hf_model,
+            self._optimizer,
+            reduction_dtype=self._arena.flat.dtype,
+            data_parallel_group=data_parallel_group,
+        )
+        # The engine has broadcast rank 0's parameters by now.
+        self._optimizer.read_parameters()
+        self.split = SplitModel(
+            model_weights(hf_model),
+            temperature=temperature,
+            banned_token_ids=banned_token_ids,
+            attention=attention,
+        )
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks over which gradients are summed."""
+        return self._engine.data_parallel_size
+
+    @property
+    def updates(self) -> int:
+        """Updates applied so far, over resumes."""
+        return self._optimizer.updates
+
+    def named_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters by Hugging Face name, tied ones once."""
+        return dict(self._params)
+
+    def prefix(self, prompt: PromptInput) -> PrefixState:
+        """The attached boundary of a prompt; reads weights, writes no gradient."""
+        return self.split.prefix(prompt, self._mode)
+
+    def suffix(
+        self, state: PrefixState, packed: PackedSuffix, loss_fn: Callable[[torch.Tensor], LossResult]
+    ) -> SuffixOutcome:
+        """Forward, loss and backward to the boundary of one group.
+
+        `loss_fn` maps log-probs [S] to a loss. Raises NonFiniteError, with no gradient written, for a loss that is
+        not a finite number.
+        """
+        with torch.enable_grad():
+            logprobs = self.split.suffix(state, packed)
+            result = loss_fn(logprobs)
+        loss = float(result.loss.detach())
+        if not math.isfinite(loss):
+            raise NonFiniteError(f"the loss of a group is not finite: {loss}")
+        self._engine.backward(result.loss)
+        return SuffixOutcome(
+            logprobs=logprobs.detach(),
+            loss=loss,
+            weight=result.weight,
+            metrics={name: float(value) for name, value in result.metrics.items()},
+        )
+
+    def prefix_backward(self, state: PrefixState) -> None:
+        """Send the boundary's gradients through the prefix into the arena; consumes `state`."""
+        self.split.prefix_backward(state)
+
+    def update(self, scale: float) -> UpdateOutcome:
+        """Apply `scale` * sum over data-parallel ranks of the accumulated gradients, then zero them.
+
+        `scale` is 1 / (the normaliser of the whole step over all ranks). Collective over data-parallel ranks.
+        Raises NonFiniteError on every rank, with nothing changed, where the gradient norm is not finite.
+        """
+        rate = self._optimizer.lr
+        self._arena.check()
+        # The engine averages over ranks; a sum is wanted.
+        self._arena.scale(scale * self._engine.data_parallel_size)
+        self._engine.step()
+        return UpdateOutcome(grad_norm=self._optimizer.grad_norm, lr=rate, applied=True)
+
+    def discard_gradients(self) -> None:
+        """Forget what was accumulated (an interrupted step)."""
+        self._arena.zero()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Everything needed to resume bit-equal, as named tensors (`HostAdamW.state_dict`)."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore `state_dict`, parameters included; accumulated gradients are dropped."""
+        self._arena.zero()
+        self._optimizer.load_state_dict(state)
+
+    def close(self) -> None:
+        """Drop the engine; the process group stays."""
+        self._engine.close()

@@ -1,0 +1,97 @@
+"""Every parameter's place in flat arrays, and the array that gradients accumulate in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ALIGNMENT = 64
+"""Elements. Parameters start at multiples of it, so vectorised kernels cut a flat array the same way wherever a
+chunk that is a multiple of it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter in the flat arrays."""
+
+    name: str
+    offset: int
+    """First element."""
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """Parameters with weight decay (matrices) first, then those without (norms and biases); gaps hold zeros."""
+
+    slots: tuple[Slot, ...]
+    decay_end: int
+    """End of the part with weight decay; a multiple of `ALIGNMENT`."""
+    size: int
+    """Elements of a flat array."""
+
+    @classmethod
+    def of(cls, params: Mapping[str, torch.Tensor]) -> FlatLayout:
+        """Lay out `params` (name to tensor) in their order within each part."""
+        slots: list[Slot] = []
+        cursor = decay_end = 0
+        for decays in (True, False):
+            for name, param in params.items():
+                if (param.dim() >= 2) == decays:
+                    slots.append(Slot(name, cursor, param.numel(), tuple(param.shape)))
+                    cursor += -(-param.numel() // ALIGNMENT) * ALIGNMENT
+            if decays:
+                decay_end = cursor
+        return cls(tuple(slots), decay_end, cursor)
+
+    def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+        """The part of a flat array that belongs to `slot`, in the parameter's shape."""
+        return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+class GradientArena:
+    """One flat array whose views are the parameters' `.grad`; backward accumulates into it in place.
+
+    Its type is max(float32, parameter type). Owns the array; the parameters only borrow it.
+    """
+
+    def __init__(self, params: Mapping[str, torch.nn.Parameter]) -> None:
+        first = next(iter(params.values()))
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self.layout = FlatLayout.of(params)
+        self.flat = torch.zeros(self.layout.size, dtype=dtype, device=first.device)
+        self._params = dict(params)
+        for slot in self.layout.slots:
+            param = self._params[slot.name]
+            if param.dtype != dtype:
+                # Without it PyTorch refuses a gradient of another type than its parameter.
+                param.grad_dtype = dtype
+            param.grad = self.layout.view(self.flat, slot)
+
+    def zero(self) -> None:
+        """Start a new step."""
+        self.flat.zero_()
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient by `factor`."""
+        self.flat.mul_(factor)
+
+    def norm(self) -> float:
+        """Global L2 norm, squares summed per block in the arena's type and over blocks in float64."""
+        total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
+        for block in self.flat.split(1 << 20):
+            total += torch.linalg.vector_norm(block).to(torch.float64).square()
+        return float(total.sqrt())
+
+    def check(self) -> None:
+        """Assert that every gradient still lies at its place: whatever replaced one would be lost."""
+        for slot in self.layout.slots:
+            grad = self._params[slot.name].grad
+            place = self.flat.data_ptr() + slot.offset * self.flat.element_size()
+            assert grad is not None and grad.data_ptr() == place, slot.name

@@ -1,0 +1,131 @@
+"""The decoder: embedding, layers, log-probs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from rollplex_cli.engines.trainer.model.primitives import compute_dtype, inverse_frequencies, rms_norm, rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollplex_cli.engines.trainer.model.attention import Attention
+    from rollplex_cli.engines.trainer.model.parameters import DecoderWeights, ModelWeights, TextSizes
+
+
+class Rope(NamedTuple):
+    """`cos` and `sin` [B, S, 1, head_dim / 2] of every row."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class KeyValue(NamedTuple):
+    """Keys (rotated) and values of one layer, each [B, KV heads, tokens, head_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> Rope:
+    """Angles of M-RoPE (Qwen2-VL, section 2.1): each channel pair follows the temporal, row or column position.
+
+    `position_ids` [3, B, S] int64.
+    """
+    device = position_ids.device
+    section = torch.tensor(sizes.mrope_section, device=device)
+    axis = torch.repeat_interleave(torch.arange(3, device=device), section)
+    positions = position_ids.to(compute_dtype(dtype))[axis].permute(1, 2, 0)
+    angles = positions * inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device)
+    return Rope(angles.cos().unsqueeze(2), angles.sin().unsqueeze(2))
+
+
+def embed(
+    weights: ModelWeights,
+    token_ids: torch.Tensor,
+    media: torch.Tensor | None,
+    spans: Sequence[tuple[int, int]],
+) -> torch.Tensor:
+    """[L] ids -> [L, hidden], placeholder runs `spans` (first and last index) replaced by rows of `media`."""
+    if media is None:
+        return F.embedding(token_ids, weights.embed)
+    pieces, text, cursor = [], [], 0
+    for first, last in spans:
+        text.append(token_ids[cursor:first])
+        cursor = last + 1
+    text.append(token_ids[cursor:])
+    words = F.embedding(torch.cat(text), weights.embed).split([len(t) for t in text])
+    rows = media.split([last - first + 1 for first, last in spans])
+    for word, row in zip(words, rows, strict=False):
+        pieces += [word, row]
+    return torch.cat([*pieces, words[-1]])
+
+
+def project_qkv(
+    layer: DecoderWeights, sizes: TextSizes, x: torch.Tensor, angles: Rope
+) -> tuple[torch.Tensor, KeyValue]:
+    """Queries [B, H, S, d] and keys and values of normalised `x` [B, S, hidden]."""
+    batch, rows, _ = x.shape
+    q, k, v = (part.view(batch, rows, -1, sizes.head_dim) for part in layer.qkv(x))
+    q, k = rotary(q, *angles), rotary(k, *angles)
+    return q.transpose(1, 2), KeyValue(k.transpose(1, 2), v.transpose(1, 2))
+
+
+def decoder_layer(
+    layer: DecoderWeights,
+    sizes: TextSizes,
+    hidden: torch.Tensor,
+    angles: Rope,
+    attention: Attention,
+    *,
+    prefix: KeyValue | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, KeyValue]:
+    """One layer on `hidden` [B, S, hidden]; returns the new hidden states and the layer's own keys and values.
+
+    Without `prefix`, attention is causal among the rows. With it, rows see the prefix and each other as `bias`
+    (`attention.folded_bias`) says.
+    """
+    q, own = project_qkv(layer, sizes, rms_norm(hidden, layer.input_norm, sizes.norm_eps), angles)
+    if prefix is None:
+        mixed = attention(q, own.keys, own.values, causal=True)
+    else:
+        keys = torch.cat((prefix.keys, own.keys), dim=2)
+        values = torch.cat((prefix.values, own.values), dim=2)
+        mixed = attention(q, keys, values, bias=bias)
+    hidden = hidden + layer.output(mixed)
+    gate, up = layer.gate_up(rms_norm(hidden, layer.post_norm, sizes.norm_eps))
+    return hidden + layer.down(F.silu(gate) * up), own
+
+
+def key_value_only(layer: DecoderWeights, sizes: TextSizes, hidden: torch.Tensor, angles: Rope) -> KeyValue:
+    """Keys and values of a layer whose output nobody reads (the last one, on a prefix)."""
+    x = rms_norm(hidden, layer.input_norm, sizes.norm_eps)
+    batch, rows, _ = x.shape
+    k, v = (part.view(batch, rows, -1, sizes.head_dim) for part in layer.kv(x))
+    return KeyValue(rotary(k, *angles).transpose(1, 2), v.transpose(1, 2))
+
+
+def token_logprobs(
+    weights: ModelWeights,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    banned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """log p of `targets` [N] after the last layer's `hidden` [N, hidden], in max(float32, dtype), [N].
+
+    As the rollout's sampler: columns `banned` are pushed to -1e9, then logits are divided by `temperature`.
+    """
+    x = rms_norm(hidden, weights.norm, weights.text_sizes.norm_eps)
+    logits = F.linear(x, weights.head)
+    logits = logits.to(compute_dtype(logits.dtype))
+    if banned is not None:
+        logits = logits.index_fill(-1, banned, -1e9)
+    if temperature != 1.0:
+        logits = logits / temperature
+    return -F.cross_entropy(logits, targets, reduction="none")

@@ -1,0 +1,171 @@
+"""The vision tower: patches to one embedding per merged patch.
+
+Every block attends within equal-sized chunks, so chunks are a batch axis: windows in most blocks, and one frame
+(temporal grid step) in the full-attention blocks, which is what the Hugging Face tower does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from rollplex_cli.engines.trainer.model.primitives import compute_dtype, inverse_frequencies, rms_norm, rotary
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollplex_cli.engines.trainer.model.parameters import ModelWeights, VisionBlockWeights, VisionSizes
+
+Grid = tuple[int, int, int]
+# The tower's norms have this epsilon whatever the configuration says; so has the Hugging Face module.
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Consecutive runs of rows that attend among themselves, grouped by length."""
+
+    groups: tuple[tuple[int, int, torch.Tensor | None], ...]
+    """(number of runs, rows per run, row indices [runs * rows] or None for all rows in order)."""
+    inverse: torch.Tensor | None
+    """Puts the concatenated groups back in row order; None where there is one group."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayout:
+    """Everything about a list of grids that does not depend on weights. Rows are patches in window order."""
+
+    cos: torch.Tensor
+    """[N, 1, head_dim / 2], as `sin`."""
+    sin: torch.Tensor
+    order: torch.Tensor | None
+    """Merged-patch permutation into window order, [N / merge^2] int64; None for the identity."""
+    restore: torch.Tensor | None
+    windows: Chunks
+    frames: Chunks
+
+
+@lru_cache(maxsize=64)
+def vision_layout(
+    grids: tuple[Grid, ...], sizes: VisionSizes, dtype: torch.dtype, device: torch.device
+) -> VisionLayout:
+    """Layout of media with these grids (in patches), in order of appearance."""
+    order, window_lengths = _window_order(grids, sizes)
+    positions = torch.cat([_patch_positions(grid, sizes.merge) for grid in grids])
+    unit = sizes.merge**2
+    positions = positions.view(-1, unit, 2)[order].view(-1, 2).to(device)
+    frequencies = inverse_frequencies(sizes.head_dim // 2, 10000.0, dtype, device)
+    angles = (positions.unsqueeze(-1).to(compute_dtype(dtype)) * frequencies).flatten(1)
+    identity = bool((order == torch.arange(len(order))).all())
+    frame_lengths = [h * w for t, h, w in grids for _ in range(t)]
+    return VisionLayout(
+        cos=angles.cos().unsqueeze(1),
+        sin=angles.sin().unsqueeze(1),
+        order=None if identity else order.to(device),
+        restore=None if identity else torch.argsort(order).to(device),
+        windows=_chunks([n * unit for n in window_lengths], device),
+        frames=_chunks(frame_lengths, device),
+    )
+
+
+def _patch_positions(grid: Grid, merge: int) -> torch.Tensor:
+    """[t * h * w, 2] row and column of each patch in the processor's order: merge blocks are contiguous."""
+    t, h, w = grid
+    cells = torch.stack(torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij"), dim=-1)
+    blocks = cells.view(h // merge, merge, w // merge, merge, 2).transpose(1, 2)
+    return blocks.reshape(-1, 2).repeat(t, 1)
+
+
+def _window_order(grids: tuple[Grid, ...], sizes: VisionSizes) -> tuple[torch.Tensor, list[int]]:
+    """Merged patches sorted frame by frame into windows, and the merged patches per window."""
+    side = sizes.window // sizes.merge // sizes.patch
+    orders: list[torch.Tensor] = []
+    lengths: list[int] = []
+    base = 0
+    for t, h, w in grids:
+        rows, columns = h // sizes.merge, w // sizes.merge
+        index = torch.arange(rows * columns).view(rows, columns)
+        windows = [
+            index[top : top + side, left : left + side].reshape(-1)
+            for top in range(0, rows, side)
+            for left in range(0, columns, side)
+        ]
+        frame = torch.cat(windows)
+        for step in range(t):
+            orders.append(frame + base + step * rows * columns)
+            lengths += [len(window) for window in windows]
+        base += t * rows * columns
+    return torch.cat(orders), lengths
+
+
+def _chunks(lengths: Sequence[int], device: torch.device) -> Chunks:
+    distinct = sorted(set(lengths))
+    if len(distinct) == 1:
+        return Chunks(((len(lengths), distinct[0], None),), None)
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    groups = []
+    for length in distinct:
+        mine = starts[torch.tensor([n == length for n in lengths])]
+        rows = (mine.unsqueeze(1) + torch.arange(length)).reshape(-1)
+        groups.append((len(mine), length, rows.to(device)))
+    inverse = torch.argsort(torch.cat([rows for _, _, rows in groups]))
+    return Chunks(tuple(groups), inverse)
+
+
+def patch_embed(weights: ModelWeights, patches: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
+    """[N, patch elements] -> [N, hidden] in window order. The stride of the convolution equals its kernel, so it
+    is a matrix product, several times faster as one on a CPU."""
+    weight = weights.vision.patch
+    hidden = F.linear(patches.to(weight.dtype), weight.view(weight.shape[0], -1))
+    if layout.order is None:
+        return hidden
+    unit = weights.vision_sizes.merge**2
+    return hidden.view(-1, unit, hidden.shape[-1])[layout.order].view(hidden.shape)
+
+
+def vision_block(weights: ModelWeights, index: int, hidden: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
+    """Block `index`: [N, hidden] -> [N, hidden]."""
+    block, sizes = weights.vision.blocks[index], weights.vision_sizes
+    chunks = layout.frames if index in sizes.full_attention_blocks else layout.windows
+    hidden = hidden + _block_attention(block, sizes, rms_norm(hidden, block.norm1, _NORM_EPS), layout, chunks)
+    gate, up = block.gate_up(rms_norm(hidden, block.norm2, _NORM_EPS))
+    return hidden + block.down(F.silu(gate) * up)
+
+
+def _block_attention(
+    block: VisionBlockWeights, sizes: VisionSizes, x: torch.Tensor, layout: VisionLayout, chunks: Chunks
+) -> torch.Tensor:
+    rows, heads = x.shape[0], sizes.num_heads
+    qkv = block.qkv(x).view(rows, 3 * heads, sizes.head_dim)
+    qk = rotary(qkv[:, : 2 * heads], layout.cos, layout.sin)
+    q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, 2 * heads :]
+    outs = []
+    for runs, length, index in chunks.groups:
+        shape = (runs, length, heads, sizes.head_dim)
+        parts = [t if index is None else t[index] for t in (q, k, v)]
+        chunk_q, chunk_k, chunk_v = (t.reshape(shape).transpose(1, 2) for t in parts)
+        out = F.scaled_dot_product_attention(chunk_q, chunk_k, chunk_v)
+        outs.append(out.transpose(1, 2).reshape(runs * length, -1))
+    merged = outs[0] if chunks.inverse is None else torch.cat(outs)[chunks.inverse]
+    return block.output(merged)
+
+
+def merge_patches(weights: ModelWeights, hidden: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
+    """The projector: [N, hidden] in window order -> [N / merge^2, text hidden] in the processor's order."""
+    vision = weights.vision
+    x = rms_norm(hidden, vision.merger_norm, _NORM_EPS).view(-1, vision.merger_in.weight.shape[1])
+    out = vision.merger_out(F.gelu(vision.merger_in(x)))
+    return out if layout.restore is None else out[layout.restore]
+
+
+def encode(weights: ModelWeights, patches: torch.Tensor, grids: tuple[Grid, ...]) -> torch.Tensor:
+    """The whole tower: [N, patch elements] -> [N / merge^2, text hidden]."""
+    layout = vision_layout(grids, weights.vision_sizes, weights.dtype, weights.device)
+    hidden = patch_embed(weights, patches, layout)
+    for index in range(len(weights.vision.blocks)):
+        hidden = vision_block(weights, index, hidden, layout)
+    return merge_patches(weights, hidden, layout)

@@ -1,0 +1,94 @@
+"""Command line and environment of the workers. Pure, but for the look for a free port."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollplex_cli.core.errors import ClusterError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.plan.build import Plan
+    from rollplex_cli.profile.schema import Profile
+
+LOOPBACK = "127.0.0.1"
+WORKER = "rollplex_cli.runtime.worker"
+PREPARE = "rollplex_cli.runtime.prepare"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the nodes of a job meet. The defaults are one node that meets itself."""
+
+    port: int
+    address: str = LOOPBACK
+    """Host name of the first node."""
+    num_nodes: int = 1
+    job_id: str | None = None
+    """Set where a scheduler started the job: the nodes then find each other by it instead of by `node_rank`."""
+
+
+def worker_argv(plan: Plan, run: RunFolder, rendezvous: Rendezvous) -> list[str]:
+    """The launcher's command line on one node."""
+    options = {"nnodes": str(rendezvous.num_nodes), "nproc-per-node": str(plan.topology.ranks_per_node)}
+    if rendezvous.job_id is None:
+        options |= {"node-rank": "0", "master-addr": rendezvous.address, "master-port": str(rendezvous.port)}
+    else:
+        endpoint = f"{rendezvous.address}:{rendezvous.port}"
+        options |= {"rdzv-backend": "c10d", "rdzv-id": rendezvous.job_id, "rdzv-endpoint": endpoint}
+    # A restarted worker would begin with half of its peers' state: a failed run ends and is resumed as a whole.
+    options["max-restarts"] = "0"
+    flags = [f"--{key}={value}" for key, value in sorted(options.items())]
+    return [sys.executable, "-m", "rollplex_cli.launch.elastic", *flags, "-m", WORKER, str(run.root.resolve())]
+
+
+def prepare_argv(run: RunFolder) -> list[str]:
+    """The command line of the preparation."""
+    return [sys.executable, "-m", PREPARE, str(run.root.resolve())]
+
+
+def worker_env(profile: Profile, base: Mapping[str, str]) -> dict[str, str]:
+    """The environment of every process of a run: `base` with what the run needs on top."""
+    env = dict(base) | {
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Nothing is fetched while a run goes on: what is missing must fail at once, not on the network.
+        "HF_HUB_OFFLINE": "1",
+    }
+    if profile.runtime.torch_threads:
+        threads = str(profile.runtime.torch_threads)
+        env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
+    if profile.topology.device == "cpu":
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    if profile.topology.num_nodes == 1 and sys.platform == "linux":
+        # Without it gloo looks up the host's own name, which many containers cannot resolve.
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return env
+
+
+def choose_port(wanted: int, address: str = LOOPBACK) -> int:
+    """The wanted rendezvous port, or a free one for 0.
+
+    Raises:
+        ClusterError: the wanted port is in use.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As the launcher's own listener does: a port whose last connections are merely closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, wanted))
+            probe.listen()
+        except OSError as error:
+            raise port_in_use(wanted) from error
+        return int(probe.getsockname()[1])
+
+
+def port_in_use(port: int) -> ClusterError:
+    """The error for a rendezvous port that another program holds."""
+    hint = "set `runtime.master_port` to another port, or to 0 for a free one"
+    return ClusterError(f"the rendezvous port is in use: {port}", hint=hint)

@@ -1,0 +1,142 @@
+"""Profile to Plan: everything that can be known before a process starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.units import GIB
+from rollplex_cli.plan.memory import PHASES, MemoryInputs, MemoryLedger, compute_memory
+from rollplex_cli.plan.model import ModelShape, load_shape
+from rollplex_cli.plan.tasks import TaskCounts, count_tasks
+from rollplex_cli.plan.topology import Topology, build_topology, head_faults
+
+if TYPE_CHECKING:
+    from rollplex_cli.profile.schema import Profile
+
+VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a job will do and need."""
+
+    profile_name: str
+    device: str
+    """`auto`, `cpu` or `cuda`, as the profile asks."""
+    max_steps: int
+    model: ModelShape
+    topology: Topology
+    tasks: TaskCounts
+    memory: MemoryLedger
+    kv_tokens: int
+    budget_bytes: int | None
+    """Device memory a rank may use; None takes what the device has."""
+    host_budget_bytes: int | None
+    """Host memory a node's ranks may use together; None takes what the node has."""
+
+    @property
+    def node_host_bytes(self) -> int:
+        """Host memory that the ranks of one node need together for the planned objects."""
+        own = self.memory.host_bytes + (self.memory.peak_bytes if self.device == "cpu" else 0)
+        return self.topology.ranks_per_node * own
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        values = dataclasses.asdict(self)
+        values["model"]["num_parameters"] = self.model.num_parameters
+        values["memory"] |= memory_summary(self)
+        return values
+
+    def to_json(self) -> str:
+        """The text of `plan.json`."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+
+def build_plan(profile: Profile) -> Plan:
+    """Plan a job. Pure but for reading the model's `config.json`.
+
+    Raises:
+        UsageError: no such model configuration, or a model that the topology cannot cut.
+    """
+    shape = load_shape(profile.model.config)
+    place = profile.topology
+    faults = head_faults(shape, place.train_tp, place.rollout_tp)
+    if faults:
+        raise UsageError("the model cannot be split this way:" + "".join(f"\n  {fault}" for fault in faults))
+    topology = build_topology(place.num_nodes, place.ranks_per_node, place.train_tp, place.rollout_tp)
+    tasks = count_tasks(
+        prompts_per_step=profile.algorithm.prompts_per_step,
+        group_size=profile.rollout.group_size,
+        data_parallel=topology.data_parallel,
+        replicas_per_group=topology.replicas_per_group,
+        max_prompt_tokens=profile.data.max_prompt_tokens,
+        max_new_tokens=profile.rollout.max_new_tokens,
+        has_reference=profile.algorithm.kl_coef > 0,
+    )
+    return Plan(
+        profile_name=profile.name,
+        device=place.device,
+        max_steps=profile.runtime.max_steps,
+        model=shape,
+        topology=topology,
+        tasks=tasks,
+        memory=compute_memory(_memory_inputs(profile, shape, topology, tasks)),
+        kv_tokens=profile.rollout.kv_tokens,
+        budget_bytes=_gib(profile.memory.budget_gib),
+        host_budget_bytes=_gib(profile.memory.host_budget_gib),
+    )
+
+
+def memory_summary(plan: Plan) -> dict[str, Any]:
+    """The memory plan under the names that `profile-memory --json` promises."""
+    memory, budget = plan.memory, plan.budget_bytes
+    return {
+        "peak_bytes": memory.peak_bytes,
+        "naive_peak_bytes": memory.naive_peak_bytes,
+        "budget_bytes": budget,
+        "fits": budget is None or memory.peak_bytes <= budget,
+        "phases": [_phase(memory, phase) for phase in PHASES],
+        "weights": dataclasses.asdict(memory.weights),
+        "host_bytes": memory.host_bytes,
+        "pinned_bytes": memory.pinned_bytes,
+        "kv_tokens": plan.kv_tokens,
+        "update_s": memory.update_s,
+    }
+
+
+def _phase(memory: MemoryLedger, phase: str) -> dict[str, Any]:
+    objects = [
+        {"name": item.name, "class": item.cls, "bytes": item.phases[phase]}
+        for item in memory.objects
+        if phase in item.phases
+    ]
+    return {"name": phase, "peak_bytes": memory.phase_bytes(phase), "objects": objects}
+
+
+def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, tasks: TaskCounts) -> MemoryInputs:
+    groups = tasks.groups_per_training_group
+    return MemoryInputs(
+        shape=shape,
+        train_tp=topology.train_tp,
+        rollout_tp=topology.rollout_tp,
+        data_parallel=topology.data_parallel,
+        groups=groups,
+        prefixes_in_flight=min(profile.schedule.prefixes_in_flight or groups, groups),
+        group_size=profile.rollout.group_size,
+        max_prompt_tokens=profile.data.max_prompt_tokens,
+        max_new_tokens=profile.rollout.max_new_tokens,
+        kv_tokens=profile.rollout.kv_tokens,
+        bytes_per_value=VALUE_BYTES[profile.model.dtype],
+        has_reference=profile.algorithm.kl_coef > 0,
+        prefix_activations=profile.schedule.prefix_activations,
+        chunk_elements=profile.optimizer.chunk_elements,
+        on_gpu=profile.topology.device == "cuda",
+    )
+
+
+def _gib(value: float | None) -> int | None:
+    return None if value is None else round(value * GIB)

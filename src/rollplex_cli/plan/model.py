@@ -1,0 +1,182 @@
+"""The shape of a Qwen2.5-VL model from its `config.json`: parameter counts, and bytes per token of its caches."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.resources import model_config_folder, model_config_names
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Split = Literal["rows", "kv_rows", "columns", "replicated"]
+"""How tensor parallelism cuts a parameter: by output rows (vocabulary rows included), by key/value heads (rows,
+but never below one head), by input columns, or not at all."""
+
+VISION_PAD = 8
+"""The rollout engine pads the vision MLP's width to a multiple of this, at every degree."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroup:
+    """Parameters of one role in all layers together."""
+
+    name: str
+    split: Split
+    count: int
+    """Elements, pad included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes that memory and topology depend on."""
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    vision_depth: int
+    vision_hidden_size: int
+    vision_num_heads: int
+    vision_intermediate_size: int
+    vision_in_channels: int
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head of the language model."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable elements, without pad and with tied embeddings counted once."""
+        return sum(group.count for group in self.groups(pad=1))
+
+    def groups(self, pad: int = VISION_PAD) -> list[ParameterGroup]:
+        """Every parameter, by role; the vision MLP's width is rounded up to a multiple of `pad`."""
+        return [*self._text_groups(), *self._vision_groups(pad)]
+
+    def shard_parameters(self, degree: int) -> int:
+        """Elements that one rank of a tensor-parallel group holds, pad included."""
+        return sum(shard_count(group, degree, self.num_kv_heads) for group in self.groups())
+
+    def kv_bytes_per_token(self, degree: int, bytes_per_value: int) -> int:
+        """Keys and values of one token on one rank of a tensor-parallel group."""
+        heads = max(1, self.num_kv_heads // degree)
+        # layers x (key, value) x heads of this rank x head width x bytes
+        return self.num_layers * 2 * heads * self.head_dim * bytes_per_value
+
+    def _text_groups(self) -> list[ParameterGroup]:
+        h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
+        layers = self.num_layers
+        head = [] if self.tied_embeddings else [_rows("lm_head", self.vocab_size * h)]
+        return [
+            _rows("embed_tokens", self.vocab_size * h),
+            *head,
+            _rows("attention.q", layers * (h * h + h)),
+            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv)),
+            _columns("attention.o", layers * h * h),
+            _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size),
+            _columns("mlp.down", layers * h * self.intermediate_size),
+            _replicated("norms", layers * 2 * h + h),
+        ]
+
+    def _vision_groups(self, pad: int) -> list[ParameterGroup]:
+        v, depth = self.vision_hidden_size, self.vision_depth
+        width = -(-self.vision_intermediate_size // pad) * pad
+        patch = self.vision_in_channels * self.temporal_patch_size * self.patch_size**2
+        merged = self.merge_size**2 * v
+        return [
+            _replicated("vision.patch_embed", patch * v),
+            _rows("vision.qkv", depth * 3 * (v * v + v)),
+            _columns("vision.proj", depth * v * v),
+            _rows("vision.mlp.gate_up", depth * 2 * (v * width + width)),
+            _columns("vision.mlp.down", depth * v * width),
+            _rows("vision.merger.0", merged * merged + merged),
+            _columns("vision.merger.2", merged * self.hidden_size),
+            # Two norms, and the biases of proj and down; the merger's norm and its last bias.
+            _replicated("vision.norms", depth * 4 * v + v + self.hidden_size),
+        ]
+
+
+def shard_count(group: ParameterGroup, degree: int, num_kv_heads: int) -> int:
+    """Elements of a group on one rank of `degree`."""
+    if group.split == "replicated":
+        return group.count
+    ways = min(degree, num_kv_heads) if group.split == "kv_rows" else degree
+    return -(-group.count // ways)
+
+
+def load_shape(name: str) -> ModelShape:
+    """The shape of a bundled configuration or of a checkpoint folder. The planner's only file access.
+
+    Raises:
+        UsageError: there is no such configuration, or it is not a Qwen2.5-VL model.
+    """
+    folder = model_config_folder(name)
+    if folder is None:
+        bundled = ", ".join(f"`{known}`" for known in model_config_names())
+        hint = f"bundled configurations are {bundled}; a checkpoint is a folder with `config.json`"
+        raise UsageError(f"no such model configuration: `{name}`", hint=hint)
+    path = folder / "config.json"
+    return shape_from_config(name, _read(path), str(path))
+
+
+def shape_from_config(name: str, config: dict[str, Any], where: str) -> ModelShape:
+    """A shape from a parsed `config.json`, nested (`text_config`) or flat as published first."""
+    if config.get("model_type") != "qwen2_5_vl":
+        raise UsageError(f"expected `model_type` to be `qwen2_5_vl` in `{where}`: `{config.get('model_type')}`")
+    text = config.get("text_config") or config
+    vision = config.get("vision_config") or {}
+    try:
+        return ModelShape(
+            name=name,
+            hidden_size=text["hidden_size"],
+            num_layers=text["num_hidden_layers"],
+            num_heads=text["num_attention_heads"],
+            num_kv_heads=text["num_key_value_heads"],
+            intermediate_size=text["intermediate_size"],
+            vocab_size=text["vocab_size"],
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            vision_depth=vision.get("depth", 32),
+            vision_hidden_size=vision["hidden_size"],
+            vision_num_heads=vision.get("num_heads", 16),
+            vision_intermediate_size=vision.get("intermediate_size", 3420),
+            vision_in_channels=vision.get("in_channels", vision.get("in_chans", 3)),
+            patch_size=vision.get("patch_size", 14),
+            merge_size=vision.get("spatial_merge_size", 2),
+            temporal_patch_size=vision.get("temporal_patch_size", 2),
+        )
+    except KeyError as error:
+        raise UsageError(f"missing from `{where}`: `{error.args[0]}`") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read the model configuration `{path}`: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"expected a JSON object in `{path}`")
+    return config
+
+
+def _rows(name: str, count: int) -> ParameterGroup:
+    return ParameterGroup(name=name, split="rows", count=count)
+
+
+def _columns(name: str, count: int) -> ParameterGroup:
+    return ParameterGroup(name=name, split="columns", count=count)
+
+
+def _replicated(name: str, count: int) -> ParameterGroup:
+    return ParameterGroup(name=name, split="replicated", count=count)

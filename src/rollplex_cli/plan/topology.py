@@ -1,0 +1,124 @@
+"""Which rank does what. All ranks build the same group lists in the same order, or their creation deadlocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.plan.model import ModelShape
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """A rank's place in both engines.
+
+    With q = train_tp / rollout_tp, rollout shard i of replica b is training shard q * i + b.
+    """
+
+    rank: int
+    node: int
+    local_rank: int
+    training_group: int
+    """Data-parallel index, 0 .. data_parallel - 1."""
+    training_shard: int
+    replica: int
+    """Rollout replica within the training group, 0 .. q - 1."""
+    rollout_shard: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Degrees, every rank's place, and the process groups to create, in this order."""
+
+    num_nodes: int
+    ranks_per_node: int
+    train_tp: int
+    rollout_tp: int
+    places: tuple[RankPlace, ...]
+    train_tp_groups: Groups
+    data_parallel_groups: Groups
+    rollout_tp_groups: Groups
+    exchange_groups: Groups
+    """Ranks that hold the same rollout shard in the replicas of one training group."""
+
+    @property
+    def num_ranks(self) -> int:
+        """World size."""
+        return self.num_nodes * self.ranks_per_node
+
+    @property
+    def data_parallel(self) -> int:
+        """Number of training groups."""
+        return self.num_ranks // self.train_tp
+
+    @property
+    def replicas_per_group(self) -> int:
+        """q, rollout replicas within one training group."""
+        return self.train_tp // self.rollout_tp
+
+
+def build_topology(num_nodes: int, ranks_per_node: int, train_tp: int, rollout_tp: int) -> Topology:
+    """Lay out ranks. Training groups are consecutive ranks, so that tensor parallelism stays inside a node.
+
+    Raises:
+        UsageError: the degrees do not divide.
+    """
+    ranks = num_nodes * ranks_per_node
+    if ranks % train_tp or train_tp % rollout_tp:
+        raise UsageError(
+            f"degrees do not divide: num_nodes {num_nodes} x ranks_per_node {ranks_per_node} = {ranks} ranks, "
+            f"train_tp {train_tp}, rollout_tp {rollout_tp}",
+            hint="`train_tp` divides the number of ranks and `rollout_tp` divides `train_tp`",
+        )
+    q = train_tp // rollout_tp
+    places = tuple(_place(rank, ranks_per_node, train_tp, q) for rank in range(ranks))
+    starts = range(0, ranks, train_tp)
+    return Topology(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        train_tp=train_tp,
+        rollout_tp=rollout_tp,
+        places=places,
+        train_tp_groups=tuple(tuple(range(start, start + train_tp)) for start in starts),
+        data_parallel_groups=tuple(tuple(range(shard, ranks, train_tp)) for shard in range(train_tp)),
+        rollout_tp_groups=tuple(
+            tuple(start + q * i + b for i in range(rollout_tp)) for start in starts for b in range(q)
+        ),
+        exchange_groups=tuple(
+            tuple(start + q * i + b for b in range(q)) for start in starts for i in range(rollout_tp)
+        ),
+    )
+
+
+def head_faults(shape: ModelShape, train_tp: int, rollout_tp: int) -> list[str]:
+    """Why a model cannot be cut this way; empty if it can. One sentence per fault, the product spelled out."""
+    faults = []
+    for key, degree in (("train_tp", train_tp), ("rollout_tp", rollout_tp)):
+        if shape.num_heads % degree:
+            faults.append(_uneven(f"{shape.name} has {shape.num_heads} attention heads", key, degree, shape.num_heads))
+        if shape.num_kv_heads % degree and degree % shape.num_kv_heads:
+            heads = f"{shape.name} has {shape.num_kv_heads} key/value heads"
+            faults.append(_uneven(heads, key, degree, shape.num_kv_heads))
+        if shape.vision_num_heads % degree:
+            heads = f"{shape.name} has {shape.vision_num_heads} vision attention heads"
+            faults.append(_uneven(heads, key, degree, shape.vision_num_heads))
+    return faults
+
+
+def _place(rank: int, ranks_per_node: int, train_tp: int, q: int) -> RankPlace:
+    shard = rank % train_tp
+    return RankPlace(
+        rank=rank,
+        node=rank // ranks_per_node,
+        local_rank=rank % ranks_per_node,
+        training_group=rank // train_tp,
+        training_shard=shard,
+        replica=shard % q,
+        rollout_shard=shard // q,
+    )
+
+
+def _uneven(heads: str, key: str, degree: int, count: int) -> str:
+    return f"{heads}, `topology.{key}` is {degree}: {count} / {degree} = {count / degree:.2f} heads a rank"

@@ -1,0 +1,83 @@
+"""Faults that lie between keys. Only what can never work is a fault; what is merely slow or odd is not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollplex_cli.profile.schema import Profile
+
+
+def faults(profile: Profile) -> Iterator[tuple[str, str]]:
+    """Key path and text of every fault across keys of a profile whose single values are valid."""
+    yield from _algorithm(profile)
+    yield from _topology(profile)
+    yield from _lengths(profile)
+    yield from _schedule(profile)
+
+
+def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
+    if profile.algorithm.name == "grpo" and profile.rollout.group_size < 2:
+        text = (
+            f"got {profile.rollout.group_size}, GRPO needs at least two responses per prompt: "
+            "an advantage is a reward compared with its group's mean"
+        )
+        yield "rollout.group_size", text
+    if profile.rollout.top_k == 0:
+        yield "rollout.top_k", "got 0, expected -1 (keep every token) or an integer >= 1"
+
+
+def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
+    topology = profile.topology
+    nodes, per_node, ranks = topology.num_nodes, topology.ranks_per_node, profile.num_ranks
+    if topology.train_tp % topology.rollout_tp:
+        text = (
+            f"got {topology.rollout_tp}, expected a divisor of `topology.train_tp` ({topology.train_tp}): "
+            "a rollout shard is cut into whole training shards"
+        )
+        yield "topology.rollout_tp", text
+    if ranks % topology.train_tp:
+        text = (
+            f"got {topology.train_tp}, expected a divisor of the number of ranks: "
+            f"num_nodes {nodes} x ranks_per_node {per_node} = {ranks} ranks, "
+            f"{ranks} / train_tp {topology.train_tp} = {ranks / topology.train_tp:.2f} training groups"
+        )
+        yield "topology.train_tp", text
+        return
+    degree, prompts = profile.data_parallel, profile.algorithm.prompts_per_step
+    if prompts % degree:
+        text = (
+            f"got {prompts}, expected a multiple of the data-parallel degree {degree} "
+            f"(num_nodes {nodes} x ranks_per_node {per_node} / train_tp {topology.train_tp})"
+        )
+        yield "algorithm.prompts_per_step", text
+
+
+def _lengths(profile: Profile) -> Iterator[tuple[str, str]]:
+    rollout, data = profile.rollout, profile.data
+    needed = data.max_prompt_tokens + rollout.max_new_tokens
+    if rollout.kv_tokens < needed:
+        text = (
+            f"got {rollout.kv_tokens}, expected at least {needed} to hold one request: "
+            f"max_prompt_tokens {data.max_prompt_tokens} + max_new_tokens {rollout.max_new_tokens}"
+        )
+        yield "rollout.kv_tokens", text
+    if data.min_pixels > data.max_pixels:
+        yield "data.min_pixels", f"got {data.min_pixels}, expected at most `data.max_pixels` ({data.max_pixels})"
+
+
+def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
+    for index, beta in enumerate(profile.optimizer.betas):
+        if beta >= 1:
+            yield f"optimizer.betas.{index}", f"got {beta}, expected a number below 1"
+    start, device = profile.cold_start, profile.topology.device
+    if profile.model.init == "cold_start" and start.test_from_step > start.max_steps:
+        text = (
+            f"got {start.test_from_step}, expected at most `cold_start.max_steps` ({start.max_steps}): "
+            "the cold start would end untested"
+        )
+        yield "cold_start.test_from_step", text
+    if device == "cpu" and profile.topology.num_nodes > 1:
+        yield "topology.num_nodes", f"got {profile.topology.num_nodes}, expected 1 with `topology.device: cpu`"

@@ -1,0 +1,82 @@
+"""Rewards: the rule of the bundled tasks, and the guard around any task's own function."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollplex_cli.core.errors import RewardError
+
+EXACT_WEIGHT = 0.9
+FORMAT_WEIGHT = 0.1
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+RewardFunction = Callable[[Any, str, bool], "Mapping[str, float] | float"]
+"""(sample, decoded response, ended by itself) to a number, or to named parts of which the reward is the sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardResult:
+    """The reward of one response; all numbers are finite."""
+
+    total: float
+    parts: dict[str, float]
+    """Named summands of `total`; a function that returns a bare number has the one part `reward`."""
+
+
+def exact_answer_parts(text: str, answer: str, finished: bool) -> dict[str, float]:
+    """0.9 for the right answer and 0.1 for the form, both on decoded text.
+
+    The form holds when the whole response is `<answer>...</answer>` and it ended by the end token; blanks around
+    count as form errors. The answer is right when the first `<answer>...</answer>` holds `answer`, blanks and
+    upper case aside.
+    """
+    found = _ANSWER.search(text)
+    exact = found is not None and found.group(1).strip().lower() == answer.strip().lower()
+    whole = _ANSWER.fullmatch(text) is not None and text.count("<answer>") == 1
+    return {"exact": EXACT_WEIGHT * exact, "format": FORMAT_WEIGHT * (whole and finished)}
+
+
+def score(function: RewardFunction, sample: Any, text: str, finished: bool) -> RewardResult:
+    """Call a task's reward function and check what it returns.
+
+    Args:
+        function: see `RewardFunction`.
+        sample: passed through; its `sample_id` appears in errors.
+        text: the decoded response without special tokens; any text a model can produce.
+        finished: the response ended by the end token, not by its length or an abort.
+
+    Raises:
+        RewardError: the function raised, or returned something that is not a finite number.
+    """
+    where = f"reward function `{_name(function)}` of sample `{getattr(sample, 'sample_id', '?')}`"
+    try:
+        value = function(sample, text, finished)
+    except Exception as error:
+        raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    parts = value if isinstance(value, Mapping) else {"reward": value}
+    if not parts:
+        raise RewardError(f"{where} returned no parts: {value!r}")
+    numbers = {str(name): _number(part, f"{where}, part `{name}`,") for name, part in parts.items()}
+    return RewardResult(total=math.fsum(numbers.values()), parts=numbers)
+
+
+def _name(function: object) -> str:
+    return str(getattr(function, "__qualname__", type(function).__name__))
+
+
+def _number(value: Any, where: str) -> float:
+    """A plain float. NumPy and PyTorch scalars count as numbers, text and truth values as misuse do not."""
+    if isinstance(value, str | bytes):
+        raise RewardError(f"{where} returned text, not a number: {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise RewardError(f"{where} returned something that is not a number: {value!r}") from None
+    if not math.isfinite(number):
+        raise RewardError(f"{where} returned a number that is not finite: {number}")
+    return number

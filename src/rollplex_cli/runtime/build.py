@@ -1,0 +1,172 @@
+"""Putting a rank together: process group, lanes, engines, data. The only place that knows every layer below."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.events import EventWriter
+from rollplex_cli.data.loader import PromptCache, PromptLoader
+from rollplex_cli.data.order import BatchOrder
+from rollplex_cli.data.processor import PromptBuilder
+from rollplex_cli.data.tasks import load_task
+from rollplex_cli.engines.reference.reference import Reference
+from rollplex_cli.engines.trainer.actor import Actor
+from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
+from rollplex_cli.engines.weights.views import bind_views
+from rollplex_cli.profile.load import load_profile
+from rollplex_cli.runtime.build_rollout import build_rollout, device_of, media_tokens_of
+from rollplex_cli.runtime.control import Control
+from rollplex_cli.runtime.executor.lanes import LaneThread
+from rollplex_cli.runtime.executor.phases import PhaseMachine
+from rollplex_cli.runtime.peers import Peers
+from rollplex_cli.runtime.rank import Rank
+from rollplex_cli.runtime.seeds import derive_seed
+from rollplex_cli.runtime.tasks import Engines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+    from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.profile.schema import Profile
+
+RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
+LANE_CLOSE_S = 10.0
+
+
+@contextlib.contextmanager
+def open_control(run: RunFolder, rank: int) -> Iterator[tuple[Control, PhaseMachine]]:
+    """Process group, peers, signals: what a rank needs before its engines, to fail well while it builds them."""
+    profile = load_profile(run.profile)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    store = None
+    if world_size > 1:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
+            is_master=rank == 0 and not _agent_holds_store(), timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False,
+        )  # fmt: skip
+    namespace = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    machine = PhaseMachine()
+    peers = Peers(store, rank, world_size, namespace)
+    control = Control(peers, machine, run.status(rank), profile.runtime.stall_timeout_s)
+    control.install_signals()
+    control.write("starting")
+    group_store = (
+        dist.PrefixStore(f"rollplex/{namespace}/groups", store.clone()) if store is not None else dist.HashStore()
+    )
+    backend = "cpu:gloo,cuda:nccl" if device_of(profile) == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
+    yield control, machine
+    # Reached only when nothing failed: after a failure a collective may hang in the peers, and the process just ends.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterator[Rank]:
+    """The rank with its engines, ready for its first step.
+
+    Raises:
+        UsageError: a base checkpoint, task or degree that cannot be used.
+    """
+    profile, peers = load_profile(run.profile), control.peers
+    _check_degrees(profile)
+    lanes = [LaneThread(name, lambda: _set_up_lane(profile)) for name in ("rollout", "trainer", "host")]
+    rollout_lane, trainer_lane, host_lane = lanes
+    events = EventWriter(run.events(peers.rank), peers.rank)
+    # One after the other, in the same order on every rank: both create process groups.
+    rollout = control.await_future(
+        rollout_lane.submit(lambda: build_rollout(profile, run.base_dir)), "building the rollout engine"
+    )
+    banned = tuple(getattr(rollout, "banned_token_ids", ()))
+
+    params = control.await_future(rollout_lane.submit(rollout.parameters), "reading the rollout's parameters")
+    actor, reference = control.await_future(
+        trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned)), "building the trainer"
+    )
+    builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
+    samples = task.samples(run.data_dir, "train")
+    order = BatchOrder(
+        len(samples), seed=derive_seed(profile.runtime.seed, "order"),
+        prompts_per_step=profile.algorithm.prompts_per_step, rank=peers.rank, num_ranks=peers.world_size,
+    )  # fmt: skip
+    cache = PromptCache(builder)
+    loader = PromptLoader(
+        samples, cache, order, num_workers=profile.data.num_workers, on_bad_media=profile.data.on_bad_media
+    )
+    rank = Rank(
+        profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
+        rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
+        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task),
+        loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
+    )  # fmt: skip
+    control.doing("")
+    try:
+        yield rank
+        control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
+    finally:
+        loader.close()
+        events.close()
+        for lane in rank.lanes:
+            lane.close(LANE_CLOSE_S)
+
+
+def build_trainer(
+    profile: Profile, base_dir: Path, rollout_params: Mapping[str, torch.Tensor], banned: Sequence[int]
+) -> tuple[Actor, Reference | None]:
+    """Actor on views of the rollout's parameters, and the reference on its own copy where KL needs one.
+
+    Call it on the thread that will own both; every rank at the same point.
+    """
+    dtype = getattr(torch, profile.model.dtype)
+    model = build_skeleton(load_config(base_dir), dtype)
+    bind_views(model, rollout_params)
+    settings = profile.optimizer
+    actor = Actor(
+        model,
+        optimizer=AdamWSettings(
+            lr=settings.lr,
+            warmup_steps=settings.warmup_steps,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            clip_norm=settings.clip_norm,
+            chunk_elements=settings.chunk_elements,
+        ),
+        temperature=profile.rollout.temperature,
+        banned_token_ids=banned,
+        prefix_activations=profile.schedule.prefix_activations,
+    )
+    if profile.algorithm.kl_coef == 0:
+        return actor, None
+    frozen = load_model(base_dir, dtype).to(device_of(profile))
+    return actor, Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned)
+
+
+def _agent_holds_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+
+
+def _set_up_lane(profile: Profile) -> None:
+    if device_of(profile) == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif profile.runtime.torch_threads:
+        torch.set_num_threads(profile.runtime.torch_threads)
+
+
+def _check_degrees(profile: Profile) -> None:
+    topology = profile.topology
+    if topology.train_tp > 1 or topology.rollout_tp > 1:
+        raise UsageError(
+            f"tensor-parallel degrees above 1 cannot be run by this version: train {topology.train_tp}, rollout "
+            f"{topology.rollout_tp}",
+            hint="set `topology.train_tp` and `topology.rollout_tp` to 1; the plan of any degree can be printed",
+        )

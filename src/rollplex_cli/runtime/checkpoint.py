@@ -1,0 +1,103 @@
+"""Checkpoints: safetensors and JSON, written beside and renamed into place, never pickle.
+
+A checkpoint is a folder `step-000020` with the optimizer's tensors by Hugging Face parameter name (independent of
+how ranks lay them out) and `state.json`, which also lists every file with its size. `latest` names the newest one.
+A folder that is being written has another name, so a kill at any moment leaves the previous checkpoint in place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from safetensors.torch import load_file, save_file
+
+from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.core.files import read_json, write_atomic
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+_NAME = re.compile(r"^step-(\d{6,})$")
+STATE, TENSORS, LATEST = "state.json", "optimizer.safetensors", "latest"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Steps done when it was written."""
+        return int(self.state["step"])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Its tensors, on the CPU."""
+        return load_file(self.path / TENSORS)
+
+
+def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
+    """Write a checkpoint and drop all but the newest `keep`.
+
+    Raises:
+        RunFailedError: the disk refused; the earlier checkpoints are untouched.
+    """
+    final, draft = folder / f"step-{step:06d}", folder / f".writing-step-{step:06d}"
+    try:
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, draft / TENSORS)
+        _sync(draft / TENSORS)
+        sizes = {TENSORS: (draft / TENSORS).stat().st_size}
+        (draft / STATE).write_text(json.dumps({**state, "step": step, "files": sizes}), encoding="utf-8")
+        _sync(draft / STATE)
+        if final.exists():  # the same step, written by a run that was resumed from an earlier one
+            shutil.rmtree(final)
+        draft.rename(final)
+        _sync(folder)
+        write_atomic(folder / LATEST, final.name + "\n")
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise RunFailedError(
+            f"cannot write the checkpoint of step {step}: {error.strerror or error}: {final}",
+            hint="earlier checkpoints are intact; free space and start again with `--resume`",
+        ) from error
+    for old in sorted(_complete(folder), key=lambda c: c.step)[: -max(1, keep)]:
+        shutil.rmtree(old.path, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint, or None. `latest` is a convenience for people: what counts is completeness."""
+    return max(_complete(folder), key=lambda c: c.step, default=None)
+
+
+def _complete(folder: Path) -> list[Checkpoint]:
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if not _NAME.match(path.name):
+            continue
+        state = read_json(path / STATE)
+        if state is None or "step" not in state:
+            continue
+        files = state.get("files", {})
+        if all((path / f).is_file() and (path / f).stat().st_size == size for f, size in files.items()):
+            found.append(Checkpoint(path=path, state=state))
+    return found
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,234 @@
+"""The run: steps, evaluation, checkpoints, target, and the stop at a step boundary."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollplex_cli.core.errors import InterruptedRunError, RunFailedError, TargetNotReachedError
+from rollplex_cli.core.files import read_jsonl, write_atomic
+from rollplex_cli.core.names import Phase
+from rollplex_cli.engines.inputs import build_prompt_input
+from rollplex_cli.runtime import checkpoint
+from rollplex_cli.runtime.evaluate import evaluate
+from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.step import run_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from rollplex_cli.core.names import TaskKey
+    from rollplex_cli.runtime.rank import Rank
+    from rollplex_cli.runtime.step import StepResult
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What a run must remember between steps besides the optimizer; equal on all ranks."""
+
+    step: int = 0
+    """Steps done."""
+    rewards: list[float] = field(default_factory=list)
+    """Mean reward of each step so far."""
+    zero_steps: int = 0
+    """Steps in a row in which every reward was zero."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Held-out results with their step."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data for a checkpoint."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Run:
+    """A rank's run from its first step (or its newest checkpoint) to its end.
+
+    Args:
+        boundary: see `Executor`; tests inject delays and faults there.
+    """
+
+    def __init__(self, rank: Rank, *, boundary: Callable[[TaskKey, str], None] | None = None) -> None:
+        self.rank = rank
+        self.progress = Progress()
+        self._boundary = boundary
+        self._saved: int | None = None
+        schedule = rank.profile.schedule
+        self._schedule = schedule_from(
+            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight
+        )
+
+    def resume(self) -> None:
+        """Continue from the newest checkpoint, or from the start where there is none.
+
+        Rows and responses of later steps, left by a run that was killed, are dropped from the run's files.
+        """
+        rank, found = self.rank, checkpoint.newest(self.rank.run.checkpoints_dir)
+        if found is not None:
+            load = rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(found.tensors()))
+            rank.control.await_future(load, "loading the checkpoint")
+            publish = rank.rollout_lane.submit(rank.engines.rollout.publish)
+            rank.control.await_future(publish, "publishing the checkpoint's weights")
+            self.progress = Progress(**found.state["progress"])
+            self._saved = rank.control.step = self.progress.step
+        # Every rank must have read the same one before any of them writes.
+        values = rank.peers.meet("resume", {"step": self.progress.step}, rank.control.tick)
+        if len({v["step"] for v in values}) > 1:
+            raise RunFailedError(f"ranks found different checkpoints, steps by rank: {[v['step'] for v in values]}")
+        if rank.peers.rank == 0:
+            _drop_rows_after(rank.run.metrics, self.progress.step)
+            rows = [json.dumps(row) + "\n" for row in self.progress.evaluations]
+            write_atomic(rank.run.evaluations, "".join(rows))
+        _drop_rows_after(self._rollouts, self.progress.step)
+
+    def run(self) -> None:
+        """All steps.
+
+        Raises:
+            InterruptedRunError: a signal asked for a stop; a checkpoint was written.
+            TargetNotReachedError: the run ended below its profile's target.
+            RollplexError: whatever stopped a step.
+        """
+        runtime, evaluation = self.rank.profile.runtime, self.rank.profile.evaluation
+        if self.progress.step == 0:
+            self._evaluate()
+        while self.progress.step < runtime.max_steps and not self._reached():
+            self._stop_if_asked()
+            self._step(self.progress.step + 1)
+            if _due(self.progress.step, evaluation.every_steps):
+                self._evaluate()
+            if _due(self.progress.step, runtime.checkpoint_every):
+                self._save()
+        self._evaluate()
+        self._save()
+        self._check_target()
+
+    # ---- steps -------------------------------------------------------------------------------------------
+
+    def _step(self, step: int) -> None:
+        rank = self.rank
+        rank.control.step = step
+        started = time.monotonic()
+        rank.control.doing("data")
+        prompts = rank.loader.batch(step - 1)
+        inputs = [build_prompt_input(p, rank.media_tokens) for p in prompts]
+        rank.control.doing("")
+        data_wait_s = time.monotonic() - started
+        result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary)
+        row = {**result.row, "data_wait_s": data_wait_s, "skipped_samples": len(rank.loader.skipped)}
+        self._remember(row)
+        self._write(step, row, result)
+
+    def _remember(self, row: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.step = row["step"]
+        progress.rewards.append(row["reward_mean"])
+        all_zero = row["reward_mean"] == 0.0 and row["reward_std"] == 0.0
+        progress.zero_steps = progress.zero_steps + 1 if all_zero else 0
+
+    def _write(self, step: int, row: dict[str, Any], result: StepResult) -> None:
+        rank = self.rank
+        if rank.peers.rank == 0:
+            with rank.run.metrics.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+        with self._rollouts.open("a", encoding="utf-8") as stream:
+            for group, prompt in result.tasks.prompts():
+                sample = prompt.prompt.sample
+                record = result.tasks.records[group]
+                for index, text in enumerate(record.texts):
+                    line = {
+                        "step": step,
+                        "sample_id": sample.sample_id,
+                        "question": sample.question,
+                        "answer": sample.answer,
+                        "media": [str(m.path) for m in sample.media],
+                        "response": text,
+                        "tokens": record.lengths[index],
+                        "finish": record.finish[index],
+                        "reward": record.rewards[index],
+                        "parts": {name: values[index] for name, values in record.parts.items()},
+                    }
+                    stream.write(json.dumps(line) + "\n")
+        limit = rank.profile.guards.zero_reward_steps
+        if self.progress.zero_steps >= limit:
+            raise RunFailedError(
+                f"every reward was zero for {limit} steps in a row, up to step {step}",
+                hint=f"look at the responses in {self._rollouts}: a wrong answer format or reward function is likely",
+            )
+
+    @property
+    def _rollouts(self) -> Path:
+        return self.rank.run.rollouts_dir / f"rank{self.rank.peers.rank}.jsonl"
+
+    # ---- between steps -----------------------------------------------------------------------------------
+
+    def _stop_if_asked(self) -> None:
+        own = {"stop": self.rank.control.stop_requested}
+        values = self.rank.peers.meet(f"before step {self.progress.step + 1}", own, self.rank.control.tick)
+        if any(v["stop"] for v in values):
+            self._save()
+            raise InterruptedRunError(
+                f"stopped by a signal after step {self.progress.step}, checkpoint written",
+                hint="start it again with `--resume`",
+            )
+
+    def _evaluate(self) -> None:
+        """Evaluate unless this step was; always before the step's checkpoint, which then knows of it."""
+        done = any(e["step"] == self.progress.step for e in self.progress.evaluations)
+        if done or not self.rank.profile.evaluation.num_samples:
+            return
+        row = {"step": self.progress.step, **evaluate(self.rank)}
+        self.progress.evaluations.append(row)
+        self._saved = None
+        if self.rank.peers.rank == 0:
+            with self.rank.run.evaluations.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(row) + "\n")
+
+    def _save(self) -> None:
+        rank, step = self.rank, self.progress.step
+        if self._saved == step:
+            return
+        rank.control.go(rank.machine, Phase.CHECKPOINT)
+        if rank.peers.rank == 0:
+            with rank.events.span("checkpoint", step=step, phase=Phase.CHECKPOINT, lane="control"):
+                job = rank.trainer_lane.submit(rank.engines.actor.state_dict)
+                tensors = rank.control.await_future(job, "reading the optimizer's state")
+                state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH)}
+                keep = rank.profile.runtime.keep_checkpoints
+                checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep)
+        rank.peers.meet(f"step {step}: checkpoint", {}, rank.control.tick)
+        self._saved = step
+
+    # ---- target ------------------------------------------------------------------------------------------
+
+    def _window_mean(self) -> float | None:
+        target = self.rank.profile.target
+        if target is None or len(self.progress.rewards) < target.window:
+            return None
+        return sum(self.progress.rewards[-target.window :]) / target.window
+
+    def _reached(self) -> bool:
+        target, mean = self.rank.profile.target, self._window_mean()
+        return target is not None and target.stop and mean is not None and mean >= target.reward_mean
+
+    def _check_target(self) -> None:
+        target, mean = self.rank.profile.target, self._window_mean()
+        if target is None or (mean is not None and mean >= target.reward_mean):
+            return
+        shown = "no mean yet" if mean is None else f"{mean:.3f}"
+        raise TargetNotReachedError(
+            f"mean reward of the last {target.window} steps is below the target of {target.reward_mean:g}: {shown}",
+            hint="look at `zero_variance_share`, `kl` and `entropy` in the report: the first to tell a stall",
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _drop_rows_after(path: Path, step: int) -> None:
+    if path.exists():
+        kept = [row for row in read_jsonl(path) if row.get("step", 0) <= step]
+        write_atomic(path, "".join(json.dumps(row) + "\n" for row in kept))

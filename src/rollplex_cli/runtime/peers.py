@@ -1,0 +1,125 @@
+"""What ranks tell each other outside of the trainer's collectives: agreements and failures.
+
+Both go through the rendezvous store, polled by the control thread. A gloo barrier would be shorter to write and
+could not be interrupted: a rank whose peer died inside it would report a collective time-out, not the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollplex_cli.core.errors import PeerFailedError, PhaseError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Store(Protocol):
+    """The part of torch.distributed's store that is used."""
+
+    def set(self, key: str, value: str) -> None:
+        """Write a key."""
+
+    def get(self, key: str) -> bytes:
+        """Read a key, waiting for it."""
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys exist."""
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key."""
+
+
+class Peers:
+    """Agreement among the ranks of a run. All calls come from the control thread.
+
+    Invariant 8 of the design: every rank makes the same agreements in the same order, with the same name; a
+    mismatch raises on every rank that sees it. A rank that fails says so first, and every other rank stops with
+    its reason within one poll.
+
+    Args:
+        store: the rendezvous store; None for a run of one rank.
+        namespace: keeps keys of two runs over one store apart (a restarted worker group reuses its store).
+    """
+
+    def __init__(self, store: Store | None, rank: int, world_size: int, namespace: str = "0") -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self._namespace = f"rollplex/{namespace}"
+        self._meetings = 0
+        self.waiting_for: int | None = None
+        """Rank that an agreement waits for now."""
+        self.peer_progress_at = 0.0
+        """When (monotonic seconds) a rank that was waited for last showed progress."""
+
+    def report_progress(self, mark: str) -> None:
+        """Publish a mark that changes whenever this rank gets on."""
+        if self._store is not None and self.world_size > 1:
+            self._store.set(f"{self._namespace}/progress/{self.rank}", mark)
+
+    def meet(self, name: str, value: dict[str, Any], on_wait: Callable[[], None]) -> list[dict[str, Any]]:
+        """Exchange a small JSON object with every rank; returns all of them in rank order.
+
+        Floats survive exactly (JSON keeps their shortest exact form).
+
+        Args:
+            name: what is agreed; the same on every rank.
+            on_wait: called while waiting; may raise.
+
+        Raises:
+            PeerFailedError: a peer failed meanwhile.
+            PhaseError: another rank is at a different agreement.
+        """
+        if self._store is None or self.world_size == 1:
+            return [value]
+        number = self._meetings
+        self._meetings += 1
+        self._store.set(self._key(number, self.rank), json.dumps({"name": name, "value": value}))
+        values = []
+        for rank in range(self.world_size):
+            self._await(rank, self._key(number, rank), on_wait)
+            theirs = json.loads(self._store.get(self._key(number, rank)))
+            if theirs["name"] != name:
+                raise PhaseError(f"rank {self.rank} is at `{name}` while rank {rank} is at `{theirs['name']}`")
+            values.append(theirs["value"])
+        if number >= 2:  # everybody has left the meeting before the last one
+            self._store.delete_key(self._key(number - 2, self.rank))
+        return values
+
+    def announce_failure(self, message: str) -> None:
+        """Tell every rank that this one cannot go on."""
+        if self._store is not None:
+            key = f"{self._namespace}/failure"
+            if not self._store.check([key]):
+                self._store.set(key, json.dumps({"rank": self.rank, "message": message}))
+
+    def check_failure(self) -> None:
+        """Raise PeerFailedError if another rank announced that it failed."""
+        if self._store is None or not self._store.check([f"{self._namespace}/failure"]):
+            return
+        failure = json.loads(self._store.get(f"{self._namespace}/failure"))
+        if failure["rank"] != self.rank:
+            raise PeerFailedError(f"rank {failure['rank']} failed: {failure['message']}")
+
+    def _await(self, rank: int, key: str, on_wait: Callable[[], None]) -> None:
+        assert self._store is not None
+        pause_s, next_look, mark = 0.0002, 0.0, b""
+        progress = f"{self._namespace}/progress/{rank}"
+        self.waiting_for = rank
+        while not self._store.check([key]):
+            self.check_failure()
+            if time.monotonic() > next_look and self._store.check([progress]):
+                next_look = time.monotonic() + 0.5
+                latest = self._store.get(progress)
+                if latest != mark:
+                    mark, self.peer_progress_at = latest, time.monotonic()
+            on_wait()
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.02)
+        self.waiting_for = None
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"{self._namespace}/meet/{number}/{rank}"

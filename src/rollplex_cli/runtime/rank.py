@@ -1,0 +1,70 @@
+"""A rank at work: its engines, lanes and accounts, held together."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from rollplex_cli.core.names import NO_GROUP, Lane
+from rollplex_cli.memory.leases import ObjectStore
+from rollplex_cli.runtime.executor.phases import PhaseMachine
+from rollplex_cli.runtime.executor.theta import ThetaGuard
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rollplex_cli.core.events import EventWriter
+    from rollplex_cli.core.names import TaskKind
+    from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.data.loader import PromptCache, PromptLoader
+    from rollplex_cli.engines.inputs import MediaTokens
+    from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.runtime.control import Control
+    from rollplex_cli.runtime.executor.lanes import LaneThread
+    from rollplex_cli.runtime.peers import Peers
+    from rollplex_cli.runtime.tasks import Engines
+
+
+@dataclass(slots=True, kw_only=True)
+class Rank:
+    """One process of the run.
+
+    The rollout lane owns every call of the rollout engine, the trainer lane every call of actor and reference; the
+    control thread (the process's main thread) calls neither.
+    """
+
+    profile: Profile
+    run: RunFolder
+    peers: Peers
+    control: Control
+    events: EventWriter
+    machine: PhaseMachine
+    rollout_lane: LaneThread
+    trainer_lane: LaneThread
+    host_lane: LaneThread
+    engines: Engines
+    loader: PromptLoader
+    prompts: PromptCache
+    media_tokens: MediaTokens
+    first_group: int
+    """Global id of this rank's first prompt group in a step."""
+    theta: ThetaGuard = field(default_factory=ThetaGuard)
+    store: ObjectStore = field(default_factory=ObjectStore)
+
+    @contextmanager
+    def span(self, kind: TaskKind, lane: Lane, group: int) -> Iterator[None]:
+        """Event span of a task."""
+        with self.events.span(
+            kind,
+            step=self.control.step,
+            phase=self.machine.state,
+            lane=lane,
+            group=None if group == NO_GROUP else group,
+        ):
+            yield
+
+    @property
+    def lanes(self) -> tuple[LaneThread, ...]:
+        """All lanes, in the order in which they are closed."""
+        return (self.host_lane, self.trainer_lane, self.rollout_lane)

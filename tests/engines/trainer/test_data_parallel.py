@@ -1,0 +1,57 @@
+"""Two gloo ranks train what one rank trains with all groups."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+WORKER = Path(__file__).with_name("dp_worker.py")
+
+
+def train(folder: Path, world: int) -> list[dict[str, Any]]:
+    folder.mkdir()
+    outputs = [folder / f"rank{rank}.pt" for rank in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(world), str(folder / "store"), str(output)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, output in enumerate(outputs)
+    ]
+    try:
+        for process in processes:
+            log, _ = process.communicate(timeout=120)
+            assert process.returncode == 0, log
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return [torch.load(output, weights_only=True) for output in outputs]
+
+
+@pytest.mark.scenario
+def test_two_ranks_equal_one(tmp_path: Path) -> None:
+    (single,) = train(tmp_path / "one", 1)
+    first, second = train(tmp_path / "two", 2)
+    assert first["norms"] == second["norms"]
+    assert all(torch.equal(value, second["params"][name]) for name, value in first["params"].items())
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
+    assert first["norms"] == pytest.approx(single["norms"], rel=1e-4)
+    for name, value in single["first"].items():
+        if name.startswith("exp_avg/"):
+            # After one update the first moment is a tenth of the gradient.
+            assert (value - first["first"][name]).abs().max() < 1e-7, name
+            assert value.abs().max() > 1e-4, name
+
+
+@pytest.mark.scenario
+def test_one_rank_repeats_itself(tmp_path: Path) -> None:
+    (first,), (second,) = train(tmp_path / "a", 1), train(tmp_path / "b", 1)
+    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())

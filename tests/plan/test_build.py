@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.resources import shipped_profiles
+from rollplex_cli.core.units import GIB
+from rollplex_cli.plan.build import Plan, build_plan, memory_summary
+from rollplex_cli.plan.fit import Machine, fit
+from rollplex_cli.plan.memory import PHASES
+from rollplex_cli.profile.load import load_profile
+
+
+def plan_of(name: str, *overrides: str) -> Plan:
+    return build_plan(load_profile(name, overrides))
+
+
+@pytest.mark.parametrize("name", list(shipped_profiles()))
+def test_every_shipped_profile_plans_within_its_budget(name: str) -> None:
+    plan = plan_of(name)
+    summary = memory_summary(plan)
+    assert summary["fits"]
+    assert summary["peak_bytes"] <= summary["naive_peak_bytes"]
+    read = json.loads(plan.to_json())
+    assert read["profile_name"] == name
+    assert len(read["topology"]["places"]) == plan.topology.num_ranks
+
+
+def test_names_that_others_rely_on() -> None:
+    summary = memory_summary(plan_of("qwen25vl7b"))
+    assert set(summary) == {
+        "peak_bytes", "naive_peak_bytes", "budget_bytes", "fits", "phases", "weights", "host_bytes", "pinned_bytes",
+        "kv_tokens", "update_s",
+    }  # fmt: skip
+    assert set(summary["weights"]) == {"identical_bytes", "view_bytes", "rebuilt_bytes", "extra_bytes"}
+    assert set(summary["phases"][0]) == {"name", "peak_bytes", "objects"}
+    assert set(summary["phases"][0]["objects"][0]) == {"name", "class", "bytes"}
+
+
+def test_ledger_of_the_32b_profile() -> None:
+    plan = plan_of("qwen25vl32b")
+    objects = {item.name: item.phases for item in plan.memory.objects}
+    # 64 layers x (key, value) x 2 of 8 heads x 128 x 2 bytes x 262144 tokens
+    assert objects["rollout_kv"] == {"GENERATE": 64 * 2 * 2 * 128 * 2 * 262144}
+    # 8 groups x 8192 tokens x 64 layers x (key, value) x 1 head x 128 x 2 bytes
+    assert objects["actor_boundary"]["LEARN"] == 8 * 8192 * 64 * 2 * 1 * 128 * 2
+    # The rollout's shard is twice the training shard but for what every rank holds whole.
+    ratio = objects["snapshot"]["GENERATE"] / objects["snapshot"]["LEARN"]
+    assert 1.99 < ratio < 2.0
+    assert objects["gradients"]["UPDATE"] == 2 * objects["snapshot"]["UPDATE"]
+    assert plan.memory.peak_bytes < 80e9
+
+
+@pytest.mark.parametrize("name", list(shipped_profiles()))
+def test_peak_is_the_largest_phase_and_phases_are_sums(name: str) -> None:
+    plan = plan_of(name)
+    for phase in memory_summary(plan)["phases"]:
+        assert phase["peak_bytes"] == sum(item["bytes"] for item in phase["objects"])
+    assert plan.memory.peak_bytes == max(plan.memory.phase_bytes(phase) for phase in PHASES)
+
+
+def test_without_kl_there_is_no_reference() -> None:
+    plan = plan_of("qwen25vl7b", "algorithm.kl_coef=0")
+    assert not any(item.name.startswith("reference") for item in plan.memory.objects)
+    assert plan.tasks.per_rank["ref_prefix"] == plan.tasks.per_rank["ref_suffix"] == 0
+    assert plan.memory.host_bytes < plan_of("qwen25vl7b").memory.host_bytes
+
+
+@given(ahead=st.integers(1, 32), tokens=st.integers(64, 4096))
+def test_holding_fewer_prefixes_or_shorter_prompts_never_costs_memory(ahead: int, tokens: int) -> None:
+    profile = load_profile("qwen25vl7b")
+    smaller = dataclasses.replace(
+        profile,
+        schedule=dataclasses.replace(profile.schedule, prefixes_in_flight=ahead),
+        data=dataclasses.replace(profile.data, max_prompt_tokens=tokens),
+    )
+    assert build_plan(smaller).memory.peak_bytes <= build_plan(profile).memory.peak_bytes
+
+
+def test_task_counts_of_a_step() -> None:
+    tasks = plan_of("qwen25vl32b").tasks
+    assert tasks.responses_per_step == 256
+    assert tasks.per_rank["actor_suffix"] == 8
+    assert tasks.per_rank["decode"] == 4
+    assert tasks.per_rank["update"] == tasks.per_rank["publish"] == 1
+    assert tasks.max_response_tokens == 256 * 2048
+
+
+def test_a_model_that_cannot_be_cut_lists_every_reason() -> None:
+    with pytest.raises(
+        UsageError, match=r"cannot be split this way:\n  qwen25vl7b has 28 attention heads, `topology.tr"
+    ):
+        plan_of("qwen25vl7b", "topology.ranks_per_node=8", "topology.train_tp=8")
+
+
+GPUS = Machine(gpu_bytes=(80 * GIB,) * 2, host_bytes=1024 * GIB)
+
+
+def test_fit_on_the_machine_it_is_for() -> None:
+    assert fit(plan_of("qwen25vl7b"), GPUS).fits
+    assert fit(plan_of("tiny"), Machine(host_bytes=8 * GIB)).fits
+    assert fit(plan_of("tiny"), Machine()).fits
+
+
+def test_verdict_names_everything_that_is_missing() -> None:
+    verdict = fit(plan_of("qwen25vl32b"), Machine(host_bytes=16 * GIB))
+    assert [reason.partition(":")[0] for reason in verdict.reasons] == [
+        "nodes",
+        "GPUs per node",
+        "host memory per node",
+    ]
+    assert "GPUs: 32, 8 per node" in verdict.needs
+    assert any(line.startswith("memory per GPU: ") for line in verdict.needs)
+
+
+def test_small_gpus_and_small_budgets_do_not_fit() -> None:
+    small = dataclasses.replace(GPUS, gpu_bytes=(80 * GIB, 24 * GIB))
+    assert fit(plan_of("qwen25vl7b"), small).reasons[0].endswith("24.0 GiB available")
+    tight = plan_of("qwen25vl7b", "memory.budget_gib=20")
+    assert fit(tight, GPUS).reasons[0].endswith("20.0 GiB available")
+    assert not memory_summary(tight)["fits"]
+    host = plan_of("qwen25vl7b", "memory.host_budget_gib=1")
+    assert fit(host, GPUS).reasons[0].startswith("host memory per node")

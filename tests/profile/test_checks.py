@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from rollplex_cli.core.errors import ProfileError
+from rollplex_cli.profile.load import load_profile
+
+CASES = [
+    (
+        ["rollout.group_size=1"],
+        "--set rollout.group_size=1: rollout.group_size: got 1, GRPO needs at least two responses per prompt: "
+        "an advantage is a reward compared with its group's mean",
+    ),
+    (
+        ["rollout.top_k=0"],
+        "--set rollout.top_k=0: rollout.top_k: got 0, expected -1 (keep every token) or an integer >= 1",
+    ),
+    (
+        ["rollout.max_new_tokens=0"],
+        "--set rollout.max_new_tokens=0: rollout.max_new_tokens: got 0, expected an integer >= 1",
+    ),
+    (
+        ["topology.ranks_per_node=6", "topology.train_tp=4"],
+        "--set topology.train_tp=4: topology.train_tp: got 4, expected a divisor of the number of ranks: "
+        "num_nodes 1 x ranks_per_node 6 = 6 ranks, 6 / train_tp 4 = 1.50 training groups",
+    ),
+    (
+        ["topology.ranks_per_node=2", "topology.train_tp=2", "topology.rollout_tp=4"],
+        "--set topology.rollout_tp=4: topology.rollout_tp: got 4, expected a divisor of `topology.train_tp` (2): "
+        "a rollout shard is cut into whole training shards",
+    ),
+    (
+        ["topology.ranks_per_node=3"],
+        "tiny.yaml:LINE: algorithm.prompts_per_step: got 32, expected a multiple of the data-parallel degree 3 "
+        "(num_nodes 1 x ranks_per_node 3 / train_tp 1)",
+    ),
+    (
+        ["rollout.kv_tokens=519"],
+        "--set rollout.kv_tokens=519: rollout.kv_tokens: got 519, expected at least 520 to hold one request: "
+        "max_prompt_tokens 512 + max_new_tokens 8",
+    ),
+    (
+        ["data.min_pixels=20000"],
+        "--set data.min_pixels=20000: data.min_pixels: got 20000, expected at most `data.max_pixels` (12544)",
+    ),
+    (
+        ["cold_start.test_from_step=251"],
+        "--set cold_start.test_from_step=251: cold_start.test_from_step: got 251, expected at most "
+        "`cold_start.max_steps` (250): the cold start would end untested",
+    ),
+    (
+        ["optimizer.betas=[0.9, 1]"],
+        "--set optimizer.betas=[0.9, 1]: optimizer.betas.1: got 1.0, expected a number below 1",
+    ),
+    (
+        ["topology.num_nodes=2"],
+        "--set topology.num_nodes=2: topology.num_nodes: got 2, expected 1 with `topology.device: cpu`",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "line"), CASES)
+def test_fault_between_keys(overrides: list[str], line: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_profile("tiny", overrides)
+    lines = [re.sub(r"^tiny.yaml:\d+", "tiny.yaml:LINE", part.strip()) for part in caught.value.message.splitlines()]
+    assert line in lines
+
+
+def test_what_is_merely_tight_is_no_fault() -> None:
+    profile = load_profile("tiny", ["rollout.kv_tokens=520", "rollout.group_size=2", "algorithm.prompts_per_step=1"])
+    assert profile.rollout.kv_tokens == 520
+
+
+def test_all_faults_between_keys_at_once() -> None:
+    with pytest.raises(ProfileError, match=r"^3 faults"):
+        load_profile("tiny", ["rollout.group_size=1", "rollout.kv_tokens=1", "topology.ranks_per_node=5"])

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.core.status import PrepareStatus, RankStatus, write_status
+from rollplex_cli.profile.schema import TargetProfile
+from rollplex_cli.report import live
+from rollplex_cli.report.live import LiveView
+from rollplex_cli.report.watch import JsonlTail
+
+MakeRun = Callable[..., RunFolder]
+Append = Callable[..., None]
+MakeRow = Callable[..., dict[str, Any]]
+
+
+def plain_view(folder: RunFolder, out: io.StringIO, target: float | None = 0.92, total: int = 30) -> LiveView:
+    console = Console(file=out, width=80, highlight=False)
+    goal = TargetProfile(reward_mean=target) if target is not None else None
+    return LiveView(folder, "tiny [/answer]", total, goal, plain=True, console=console)
+
+
+def terminal_view(folder: RunFolder, out: io.StringIO, width: int = 80) -> LiveView:
+    console = Console(file=out, width=width, height=40, force_terminal=True, highlight=False)
+    return LiveView(folder, "tiny", 30, TargetProfile(reward_mean=0.92), console=console)
+
+
+def without_codes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def last_frame(text: str) -> str:
+    return without_codes(re.split(r"(?:\x1b\[1A\x1b\[2K)+", text)[-1])
+
+
+def test_plain_view_says_each_step_once(make_run: MakeRun, append: Append, metric_row: MakeRow) -> None:
+    folder = make_run(num_steps=0)
+    out = io.StringIO()
+    with plain_view(folder, out) as view:
+        for step in (1, 2, 3):
+            append(folder.metrics, [metric_row(step, 30)])
+            view.poll()
+            view.poll()
+    lines = out.getvalue().splitlines()
+    assert lines[0] == "tiny [/answer]"
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "2/30", "3/30"]
+    assert "KL 0.002" in out.getvalue()
+
+
+def test_plain_view_of_a_resumed_run_says_new_steps_only(
+    make_run: MakeRun, append: Append, metric_row: MakeRow
+) -> None:
+    folder = make_run(num_steps=4)
+    out = io.StringIO()
+    with plain_view(folder, out) as view:
+        append(folder.metrics, [metric_row(5, 30)])
+        view.poll()
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step ")] == ["5/30"]
+
+
+def test_preparation_is_shown_and_the_cold_start_named(make_run: MakeRun, append: Append, metric_row: MakeRow) -> None:
+    folder = make_run(num_steps=0)
+    out = io.StringIO()
+    with plain_view(folder, out) as view:
+        for status in (
+            PrepareStatus(stage="render", step=10, total=512),
+            PrepareStatus(stage="cold_start", step=100, total=250, loss=0.5, accuracy=0.52, message="[/x]\x1b[31m"),
+            PrepareStatus(stage="done"),
+        ):
+            write_status(folder.prepare_status, status)
+            view.poll()
+        append(folder.metrics, [metric_row(1, 30)])
+    text = out.getvalue()
+    assert "rendering clips 10/512" in text
+    assert "supervised cold start 100/250: loss 0.500, sampled accuracy 0.52, [/x]\\x1b[31m" in text
+    assert "RL began after a supervised cold start (sampled accuracy 0.52)" in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [(0.6, "Target reached"), (0.99, "Target not reached"), (None, "-step mean")]
+)
+def test_summary_says_what_was_reached(make_run: MakeRun, target: float | None, words: str) -> None:
+    folder = make_run()
+    out = io.StringIO()
+    with plain_view(folder, out, target):
+        pass
+    text = out.getvalue()
+    assert words in text
+    assert "Held-out accuracy: 0.580 -> 0.970 (greedy on 96 clips" in text
+    assert f"rollplex report {folder.root}" in text
+    assert f"rollplex export {folder.root}" in text
+    assert (folder.report_dir / "curves.png").exists()
+    assert (folder.report_dir / "timeline.png").exists()
+
+
+def test_summary_of_a_broken_off_run_tells_how_to_resume(make_run: MakeRun) -> None:
+    folder = make_run(num_steps=3)
+    out = io.StringIO()
+    with pytest.raises(RuntimeError, match="lost"), plain_view(folder, out):
+        raise RuntimeError("lost")
+    assert f"rollplex train --resume --run-dir {folder.root}" in out.getvalue()
+    assert "export" not in out.getvalue()
+
+
+def test_summary_of_a_run_that_never_started_is_the_folder(make_run: MakeRun) -> None:
+    folder = make_run(num_steps=0)
+    out = io.StringIO()
+    with plain_view(folder, out):
+        pass
+    assert out.getvalue().splitlines()[-1] == f"Run folder: {folder.root}"
+    assert not list(folder.report_dir.iterdir())
+
+
+def test_terminal_view_fits_80_columns(make_run: MakeRun) -> None:
+    folder = make_run()
+    out = io.StringIO()
+    with terminal_view(folder, out) as view:
+        view.poll()
+    frame = last_frame(out.getvalue())
+    table = [line for line in frame.splitlines() if re.match(r"\s+\d+ \d\.\d", line)]
+    assert [int(line.split()[0]) for line in table] == list(range(19, 31))
+    assert all(len(line.rstrip()) <= 80 for line in table)
+    # A cell that did not fit would end in an ellipsis.
+    assert "\u2026" not in "".join(table)
+    assert "0.980" not in frame
+    assert "10-step mean 0." in frame
+
+
+def test_terminal_view_leaves_out_columns_without_values(make_run: MakeRun) -> None:
+    folder = make_run(kl=False)
+    out = io.StringIO()
+    with terminal_view(folder, out) as view:
+        view.poll()
+    assert " KL " not in last_frame(out.getvalue())
+
+
+def test_a_silent_run_shows_what_ranks_wait_for(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_run(num_steps=2)
+    waiting = ["actor_suffix[3]: reward[3] \x1b[2J[/x]"]
+    write_status(folder.status(0), RankStatus(rank=0, state="running", phase="LEARN", waiting=waiting))
+    out = io.StringIO()
+    with terminal_view(folder, out, width=120) as view:
+        now = time.monotonic()
+        monkeypatch.setattr(live.time, "monotonic", lambda: now + 60)
+        view.poll()
+        text = without_codes(out.getvalue())
+    assert "rank 0 waits for actor_suffix[3]: reward[3] \\x1b[2J[/x]" in text
+
+
+def test_the_cursor_comes_back_when_the_run_fails(make_run: MakeRun) -> None:
+    folder = make_run(num_steps=2)
+    out = io.StringIO()
+    with pytest.raises(RuntimeError, match="lost"), terminal_view(folder, out):
+        raise RuntimeError("lost")
+    assert out.getvalue().count("\x1b[?25l") == out.getvalue().count("\x1b[?25h") == 1
+
+
+def test_a_pipe_gets_no_terminal_codes(make_run: MakeRun) -> None:
+    folder = make_run(num_steps=2)
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    with LiveView(folder, "tiny", 30, TargetProfile(reward_mean=0.92), console=console) as view:
+        view.poll()
+    assert "\x1b" not in out.getvalue()
+
+
+def test_tail_reads_a_line_only_when_it_is_whole(make_run: MakeRun) -> None:
+    path = make_run(num_steps=0).metrics
+    tail = JsonlTail(path)
+    path.unlink(missing_ok=True)
+    assert tail.read_new() == []
+    path.write_text('{"step": 1}\n{"step"', encoding="utf-8")
+    assert tail.read_new() == [{"step": 1}]
+    assert tail.read_new() == []
+    with path.open("a", encoding="utf-8") as stream:
+        stream.write(': 2}\nbroken\n{"step": 3}\n')
+    assert tail.read_new() == [{"step": 2}, {"step": 3}]
+    path.write_text('{"step": 9}\n', encoding="utf-8")
+    assert tail.read_new() == [{"step": 9}]
