@@ -31,7 +31,7 @@ fix: setup ## apply what the linter and the formatter can repair
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-golden: setup ## rewrite the golden files from what the code gives now; read the diff before a commit
+golden: setup ## rewrite the golden files from what the code gives now; read the diff afterwards
 	@ROLLPLEX_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -m "not gpu" -k golden $(PYTEST_ARGS)
 
 bench: setup ## time the schedules against each other on the tiny model

@@ -74,3 +74,18 @@ def test_interruption_is_a_state_of_its_own() -> None:
     assert failed_rank(0, errors.InterruptedRunError("stopped")).state == "interrupted"
     assert failed_rank(0, KeyboardInterrupt()).exit_code == 75
     assert failed_rank(0, errors.StallError("slow")).state == "failed"
+
+
+def test_a_rank_s_last_word_is_not_replaced_by_progress(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.json"
+    running = RankStatus(rank=0, state="running", step=4)
+    write_status(path, running)
+    write_status(path, failed_rank(0, errors.TargetNotReachedError("0.61")))
+    write_status(path, running)
+    status = read_status(path)
+    assert status is not None
+    assert (status.state, status.exit_code) == ("failed", 5)
+    write_status(path, failed_rank(0, errors.RunFailedError("while closing")))
+    status = read_status(path)
+    assert status is not None
+    assert status.message == "while closing"

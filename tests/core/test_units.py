@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.units import format_bytes, format_count, format_seconds
@@ -28,6 +28,7 @@ def test_seconds(value: float, text: str) -> None:
     assert format_seconds(value) == text
 
 
+@settings(deadline=None)
 @given(st.integers(min_value=0, max_value=2**60))
 def test_printed_bytes_are_within_half_a_digit(value: int) -> None:
     number, unit = format_bytes(value).split()

@@ -8,6 +8,7 @@ from rollplex_cli.core import errors
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import RankStatus, failed_rank, write_status
 from rollplex_cli.launch.outcome import outcome
+from rollplex_cli.launch.run_folder import begin_start
 
 TORCHRUN_SAW = "E1129 api.py:874] failed (exitcode: {code}) local_rank: {rank} (pid: 77) of binary: python\n"
 
@@ -76,6 +77,21 @@ def test_a_killed_rank_is_named_whatever_its_peers_complain_of(run: RunFolder) -
     assert error.hint is not None
     assert "memory" in error.hint
     assert str(run.rank_log(1)) in error.hint
+
+
+def test_words_of_an_earlier_start_are_not_its_last(run: RunFolder) -> None:
+    run.rank_log(0).write_text("old words\n")
+    begin_start(run)
+    run.launcher_log.write_text("ImportError: libfoo\n")
+    say(run, RankStatus(rank=0, state="running"))
+    error = ended(run, 1)
+    assert error is not None
+    assert error.message.endswith("its log ends with:\n  ImportError: libfoo")
+    with run.rank_log(0).open("a") as stream:
+        stream.write("new words\n")
+    error = ended(run, 1)
+    assert error is not None
+    assert error.message.endswith("its log ends with:\n  new words")
 
 
 def test_a_peer_that_torchrun_ended_does_not_hide_the_reason(run: RunFolder) -> None:

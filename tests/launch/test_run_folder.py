@@ -10,7 +10,7 @@ from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.launch import run_folder
 from rollplex_cli.launch.run_folder import (
-    clear_status,
+    begin_start,
     create_run,
     default_run_dir,
     git_revision,
@@ -79,7 +79,9 @@ def test_statuses_of_an_earlier_start_go_and_the_preparation_s_stays(tmp_path: P
     run = make(tmp_path / "run")
     run.status(0).touch()
     run.prepare_status.touch()
-    clear_status(run)
+    run.rank_log(0).write_text("old words\n")
+    begin_start(run)
+    assert run.rank_log(0).read_text().startswith("old words\n=== resumed 2")
     assert list(run.status_dir.iterdir()) == [run.prepare_status]
 
 

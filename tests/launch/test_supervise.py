@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from rollplex_cli.core import errors
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.launch import torchrun
 from rollplex_cli.launch.run_folder import create_run
-from rollplex_cli.launch.subprocess import find_processes, send_signal
+from rollplex_cli.launch.subprocess import Child, find_processes, send_signal
 from rollplex_cli.launch.supervise import run_child, supervise
 from rollplex_cli.plan.build import build_plan
 from rollplex_cli.profile.load import load_profile
@@ -150,3 +152,25 @@ def test_signals_are_collected_in_the_main_thread_only_while_supervising(run: Ru
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     go(run, "ok")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_a_killed_supervisor_takes_its_processes_along(run: RunFolder) -> None:
+    (run.root / "behaviour.json").write_text('{"0": "wait"}')
+    program = (
+        "import sys; from pathlib import Path; from rollplex_cli.core.paths import RunFolder;"
+        "from rollplex_cli.launch import torchrun; torchrun.WORKER = torchrun.PREPARE = 'fake_worker';"
+        "from rollplex_cli.launch.supervise import supervise; from rollplex_cli.plan.build import build_plan;"
+        "from rollplex_cli.profile.load import load_profile; profile = load_profile('tiny');"
+        "supervise(profile, build_plan(profile), RunFolder(Path(sys.argv[1])))"
+    )
+    child = Child([sys.executable, "-c", program, str(run.root)], log=run.logs_dir / "supervisor.log", env=os.environ)
+    wait_until(lambda: workers_running(run, 1))
+    child.send(signal.SIGKILL)
+    wait_until(lambda: not find_processes(FAKE, str(run.root)))
+
+
+def wait_until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)

@@ -24,9 +24,9 @@ def test_made_leased_freed() -> None:
         pass
     store.task_ended(BACKWARD)
     assert store.held() == []
-    with pytest.raises(LeaseError, match=r"`actor_prefix_backward\[3\]` asked for .* freed after `actor_prefix_bac"):
-        with store.lease("actor_boundary", BACKWARD):
-            pass
+    freed = pytest.raises(LeaseError, match=r"`actor_prefix_backward\[3\]` asked for .* freed after `actor_prefix_bac")
+    with freed, store.lease("actor_boundary", BACKWARD):
+        pass
 
 
 def test_wrong_maker_wrong_user_too_early_twice() -> None:
@@ -35,9 +35,9 @@ def test_wrong_maker_wrong_user_too_early_twice() -> None:
         store.put("actor_boundary", 1, SUFFIX)
     with pytest.raises(LeaseError, match="was not made yet by `actor_prefix`"), store.lease("actor_boundary", SUFFIX):
         pass
-    with pytest.raises(LeaseError, match="has no use of `actor_boundary`") as caught:
-        with store.lease("actor_boundary", TaskKey(K.REWARD, 3)):
-            pass
+    useless = pytest.raises(LeaseError, match="has no use of `actor_boundary`")
+    with useless as caught, store.lease("actor_boundary", TaskKey(K.REWARD, 3)):
+        pass
     assert "actor_prefix_backward, actor_suffix" in (caught.value.hint or "")
     store.put("actor_boundary", 1, PREFIX)
     with pytest.raises(LeaseError, match="exists already"):

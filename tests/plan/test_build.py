@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.errors import UsageError
@@ -71,6 +71,7 @@ def test_without_kl_there_is_no_reference() -> None:
     assert plan.memory.host_bytes < plan_of("qwen25vl7b").memory.host_bytes
 
 
+@settings(deadline=None)
 @given(ahead=st.integers(1, 32), tokens=st.integers(64, 4096))
 def test_holding_fewer_prefixes_or_shorter_prompts_never_costs_memory(ahead: int, tokens: int) -> None:
     profile = load_profile("qwen25vl7b")

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.errors import UsageError
@@ -22,6 +22,7 @@ def topologies(draw: st.DrawFn) -> Topology:
     return build_topology(nodes, groups * train, train, rollout)
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_every_list_of_groups_covers_every_rank_once(topology: Topology) -> None:
     lists = (
@@ -35,6 +36,7 @@ def test_every_list_of_groups_covers_every_rank_once(topology: Topology) -> None
         assert len({len(group) for group in groups}) == 1
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_rollout_shard_i_of_replica_b_is_training_shard_qi_plus_b(topology: Topology) -> None:
     q = topology.replicas_per_group
@@ -45,6 +47,7 @@ def test_rollout_shard_i_of_replica_b_is_training_shard_qi_plus_b(topology: Topo
         assert 0 <= place.rollout_shard < topology.rollout_tp
 
 
+@settings(deadline=None)
 @given(topologies())
 def test_groups_hold_what_their_names_say(topology: Topology) -> None:
     places = topology.places

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.resources import shipped_profiles
@@ -45,6 +45,7 @@ PROFILES = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(PROFILES)
 def test_what_is_written_reads_back_equal(profile: Profile) -> None:
     text = resolved_yaml(profile)
@@ -55,6 +56,7 @@ def test_what_is_written_reads_back_equal(profile: Profile) -> None:
     assert [type(v) for v in back.task.options.values()] == [type(v) for v in profile.task.options.values()]
 
 
+@settings(deadline=None)
 @given(PROFILES)
 def test_other_yaml_readers_agree_about_text(profile: Profile) -> None:
     read = yaml.safe_load(resolved_yaml(profile))

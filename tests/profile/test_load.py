@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.errors import ProfileError
@@ -188,6 +188,7 @@ def test_unreadable_files_are_profile_errors(tmp_path: Path) -> None:
         load_profile(tmp_path / "latin.yaml")
 
 
+@settings(deadline=None)
 @given(st.text(max_size=80), st.lists(st.text(max_size=20), max_size=3))
 def test_no_text_makes_anything_but_a_profile_error(text: str, overrides: list[str]) -> None:
     with pytest.raises(ProfileError):

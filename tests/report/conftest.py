@@ -44,13 +44,13 @@ def metric_row(step: int, num_steps: int, *, kl: bool = True) -> dict[str, Any]:
     return row
 
 
-def step_events(step: int, t0: float, schedule: str, groups: int = 8, *, named: bool = False) -> list[dict[str, Any]]:
+def step_events(step: int, t0: float, schedule: str, groups: int = 8) -> list[dict[str, Any]]:
     """Spans of one step: prefixes beside the decode (`rollplex`) or all after it (`colocate`)."""
     events: list[dict[str, Any]] = []
 
     def add(name: str, start: float, length: float, phase: str, lane: str, group: int | None = None) -> float:
         row = {"name": name, "t0": t0 + start, "t1": t0 + start + length, "step": step, "phase": phase, "lane": lane}
-        events.append({**row, "group": group, "rank": 0, **({"schedule": schedule} if named else {})})
+        events.append({**row, "group": group, "rank": 0})
         return start + length
 
     decode_end = 0.0
@@ -95,18 +95,23 @@ def make_run(tmp_path: Path) -> MakeRun:
     def make(num_steps: int = 30, *, kl: bool = True, both: bool = False, profile: bool = True) -> RunFolder:
         folder = RunFolder(tmp_path / str(next(number)) / "run")
         folder.make()
+        folder.plan.write_text('{"tasks": {"per_rank": {"decode": 8, "actor_suffix": 9}}}', encoding="utf-8")
         if profile:
             folder.profile.write_text((ROOT / "profiles" / "tiny.yaml").read_text(encoding="utf-8"), encoding="utf-8")
         rows = [metric_row(step, num_steps, kl=kl) for step in range(1, num_steps + 1)]
-        if rows:
-            rows[0]["eval"] = {"heldout_accuracy": 0.58, "num_samples": 96}
-            rows[-1]["eval"] = {"heldout_accuracy": 0.97, "num_samples": 96}
+        schedules = ["colocate", "rollplex"] if both else ["rollplex"]
+        for row in rows if both else []:
+            row["schedule"] = schedules[row["step"] % len(schedules)]
         append_jsonl(folder.metrics, rows)
-        clock = 1.7e9
-        for step in range(1, min(num_steps, 4) + 1):
-            for schedule in ("colocate", "rollplex") if both else ("rollplex",):
-                append_jsonl(folder.events(0), step_events(step, clock, schedule, named=both))
-                clock += 2.0
+        if rows:
+            evaluations = [(0, 0.58), (num_steps, 0.97)]
+            append_jsonl(
+                folder.evaluations,
+                [{"step": step, "heldout_accuracy": value, "num_samples": 96} for step, value in evaluations],
+            )
+        for row in rows[:8]:
+            events = step_events(row["step"], 1.7e9 + 2.0 * row["step"], schedules[row["step"] % len(schedules)])
+            append_jsonl(folder.events(0), events)
         return folder
 
     return make

@@ -13,7 +13,7 @@ RESULT = {
             "schedule": "colocate",
             "policy": "none",
             "step_s_median": 1.25,
-            "step_s_spread": 0.05,
+            "step_s_spread": [1.2, 1.375],
             "phase_s": {"GENERATE": 0.5, "LEARN": 0.75},
             "ratio": {"colocate": 1.0},
         },
@@ -37,6 +37,7 @@ def test_rows_phases_and_ratios_are_shown() -> None:
     assert "1.25" in rollplex
     # This row has no phases and no policy.
     assert rollplex.count(" - ") >= 3
+    assert "1.200 .. 1.375" in text
     assert "recorded [/x]" in text
     assert "x colocate" in text
     assert "commit: abc\\x1b[31m" in text

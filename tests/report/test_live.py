@@ -12,7 +12,7 @@ from rich.console import Console
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import PrepareStatus, RankStatus, write_status
 from rollplex_cli.profile.schema import TargetProfile
-from rollplex_cli.report import live
+from rollplex_cli.report import live, run
 from rollplex_cli.report.live import LiveView
 from rollplex_cli.report.watch import JsonlTail
 
@@ -21,10 +21,22 @@ Append = Callable[..., None]
 MakeRow = Callable[..., dict[str, Any]]
 
 
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing takes a second, and few tests look at pictures."""
+    monkeypatch.setattr(run, "write_pictures", lambda _data: [])
+
+
 def plain_view(folder: RunFolder, out: io.StringIO, target: float | None = 0.92, total: int = 30) -> LiveView:
     console = Console(file=out, width=80, highlight=False)
     goal = TargetProfile(reward_mean=target) if target is not None else None
     return LiveView(folder, "tiny [/answer]", total, goal, plain=True, console=console)
+
+
+@pytest.fixture(autouse=True)
+def capable_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever terminal the tests run under."""
+    monkeypatch.setenv("TERM", "xterm-256color")
 
 
 def terminal_view(folder: RunFolder, out: io.StringIO, width: int = 80) -> LiveView:
@@ -94,11 +106,66 @@ def test_summary_says_what_was_reached(make_run: MakeRun, target: float | None, 
         pass
     text = out.getvalue()
     assert words in text
-    assert "Held-out accuracy: 0.580 -> 0.970 (greedy on 96 clips" in text
+    assert "Held-out accuracy: 0.580 -> 0.970 (greedy on 96 samples" in text
     assert f"rollplex report {folder.root}" in text
     assert f"rollplex export {folder.root}" in text
+
+
+def test_summary_draws_pictures(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    folder = make_run()
+    out = io.StringIO()
+    with plain_view(folder, out):
+        pass
+    assert f"Pictures: {folder.report_dir / 'curves.png'}" in out.getvalue()
     assert (folder.report_dir / "curves.png").exists()
     assert (folder.report_dir / "timeline.png").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_fails_no_run(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_data: object) -> None:
+        raise OSError("disk full [/x]")
+
+    monkeypatch.setattr(run, "write_pictures", broken)
+    out = io.StringIO()
+    with plain_view(make_run(), out):
+        pass
+    assert "Pictures could not be drawn: OSError: disk full [/x]" in out.getvalue()
+
+
+def test_evaluations_are_said(make_run: MakeRun, append: Append) -> None:
+    folder = make_run(num_steps=0)
+    out = io.StringIO()
+    with plain_view(folder, out) as view:
+        append(folder.evaluations, [{"step": 0, "heldout_accuracy": 0.5, "num_samples": 96}])
+        view.poll()
+    assert out.getvalue().splitlines()[1] == "held-out accuracy after step 0: 0.500 (96 samples)"
+
+
+def test_a_run_that_went_back_to_a_checkpoint_says_its_steps_again(
+    make_run: MakeRun, append: Append, metric_row: MakeRow
+) -> None:
+    folder = make_run(num_steps=4)
+    out = io.StringIO()
+    with plain_view(folder, out) as view:
+        draft = folder.root / "draft"
+        append(draft, [metric_row(1, 30), metric_row(2, 30)])
+        draft.replace(folder.metrics)
+        view.poll()
+        append(folder.metrics, [metric_row(3, 30)])
+        view.poll()
+    assert [line.split()[1] for line in out.getvalue().splitlines() if line.startswith("step ")] == ["3/30"]
+    assert "after 3 steps" in out.getvalue()
+
+
+def test_a_benchmark_is_not_judged_by_its_reward(make_run: MakeRun) -> None:
+    folder = make_run(num_steps=4, both=True)
+    folder.bench.write_text('{"baselines": ["colocate"]}', encoding="utf-8")
+    out = io.StringIO()
+    with plain_view(folder, out):
+        pass
+    assert "Target" not in out.getvalue()
+    assert "export" not in out.getvalue()
 
 
 def test_summary_of_a_broken_off_run_tells_how_to_resume(make_run: MakeRun) -> None:

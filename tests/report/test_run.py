@@ -34,7 +34,7 @@ def test_report_prints_tables_and_writes_files(make_run: MakeRun) -> None:
     folder = make_run()
     text = report(folder.root)
     assert "tiny: 30 steps" in text
-    assert "held-out accuracy: 0.580 (step 1), 0.970 (step 30)" in text
+    assert "held-out accuracy: 0.580 (step 0), 0.970 (step 30)" in text
     for word in ("GENERATE", "actor_prefix_backward", "beside decode"):
         assert word in text
     assert picture_size(folder.report_dir / "curves.png")[0] > 1000
@@ -59,6 +59,13 @@ def test_json_is_one_document(make_run: MakeRun) -> None:
     assert document["heldout_accuracy"][-1] == {"step": 30, "accuracy": 0.97}
     assert {row["phase"] for row in document["phases"]} == {"GENERATE", "LEARN", "UPDATE", "PUBLISH", "other"}
     assert all(Path(path).exists() for path in document["files"])
+
+
+def test_tasks_stand_beside_the_plan(make_run: MakeRun) -> None:
+    tasks = {row["task"]: row for row in json.loads(report(make_run().root, as_json=True))["tasks"]}
+    assert (tasks["decode"]["planned"], tasks["decode"]["per_step"]) == (8, 8)
+    assert (tasks["actor_suffix"]["planned"], tasks["actor_suffix"]["per_step"]) == (9, 8)
+    assert tasks["update"]["planned"] is None
 
 
 def test_phase_shares_sum_to_one(make_run: MakeRun) -> None:
@@ -108,7 +115,7 @@ def test_torn_lines_are_left_out(make_run: MakeRun) -> None:
 def test_hostile_text_reaches_the_terminal_harmless(make_run: MakeRun, append: Callable[..., None]) -> None:
     folder = make_run(num_steps=2)
     rows: list[dict[str, Any]] = [
-        {"step": 2, "prompt": "[/answer] [bold]?", "response": "<a>[/answer]\x1b]0;pwned\x07\x1b[2J", "reward": 1.0},
+        {"step": 2, "question": "[/answer] [bold]?", "response": "<a>[/answer]\x1b]0;pwned\x07\x1b[2J", "reward": 1.0},
         {"step": 2, "prompt": "[link=x]", "response": "[red]left[/red]", "reward": None},
     ]
     append(folder.rollouts_dir / "step2.jsonl", rows)

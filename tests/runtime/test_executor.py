@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -25,8 +26,16 @@ LIMIT_S = 20.0
 class Step:
     """One step with tasks that sleep, record, lease objects, and perhaps fail."""
 
-    def __init__(self, schedule: Schedule, order: list[int], seed: int, *, reference: bool,
-                 fail_at: TaskKey | None = None, cancel: set[int] | None = None) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        order: list[int],
+        seed: int,
+        *,
+        reference: bool,
+        fail_at: TaskKey | None = None,
+        cancel: set[int] | None = None,
+    ) -> None:
         self.rng = random.Random(seed)
         self.order, self.fail_at, self.to_cancel = order, fail_at, cancel or set()
         self.machine, self.theta, self.store = PhaseMachine(), ThetaGuard(), ObjectStore()
@@ -74,10 +83,8 @@ class Step:
             self.executor.fail(error)
 
     def lane(self, lane: Lane) -> None:
-        try:
+        with contextlib.suppress(StoppedError, RuntimeError):
             self.executor.run(lane)
-        except (StoppedError, RuntimeError):
-            pass
 
     def run(self) -> None:
         threads = [threading.Thread(target=self.decode, daemon=True)]
@@ -91,8 +98,12 @@ class Step:
         for thread in threads:
             thread.start()
         try:
-            for done, then in (([K.DECODE], Phase.LEARN), ([K.ACTOR_PREFIX_BACKWARD], Phase.UPDATE),
-                               ([K.UPDATE], Phase.PUBLISH), ([K.PUBLISH], None)):
+            for done, then in (
+                ([K.DECODE], Phase.LEARN),
+                ([K.ACTOR_PREFIX_BACKWARD], Phase.UPDATE),
+                ([K.UPDATE], Phase.PUBLISH),
+                ([K.PUBLISH], None),
+            ):
                 self.executor.wait(done, tick, tick_s=0.01)
                 if then is not None:
                     self.machine.to(then)
@@ -103,8 +114,12 @@ class Step:
                 assert not thread.is_alive()
 
 
-SCHEDULES = st.builds(schedule_from, st.sampled_from(["colocate", "rollplex"]), early_groups=st.booleans(),
-                      prefixes_in_flight=st.integers(0, 3))
+SCHEDULES = st.builds(
+    schedule_from,
+    st.sampled_from(["colocate", "rollplex"]),
+    early_groups=st.booleans(),
+    prefixes_in_flight=st.integers(0, 3),
+)
 RELAXED = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -126,8 +141,13 @@ def test_a_step_ends_with_everything_in_order(
 
 
 @RELAXED
-@given(SCHEDULES, st.permutations(range(4)), st.integers(0, 10**6),
-       st.sampled_from([k for k in K if k is not K.EXCHANGE]), st.integers(0, 3))
+@given(
+    SCHEDULES,
+    st.permutations(range(4)),
+    st.integers(0, 10**6),
+    st.sampled_from([k for k in K if k is not K.EXCHANGE]),
+    st.integers(0, 3),
+)
 def test_a_failure_in_any_task_ends_the_step_with_its_reason(
     schedule: Schedule, order: list[int], seed: int, kind: TaskKind, group: int
 ) -> None:
@@ -187,8 +207,13 @@ def test_other_lanes_wait_for_the_fence_of_a_task_and_drain_waits_for_all() -> N
         plain(key)
         return fence if key.kind is K.ADVANTAGE else None
 
-    step.executor = Executor(step.graph, schedule_from("colocate", early_groups=False, prefixes_in_flight=0),
-                             step.machine, step.theta, dict.fromkeys(K, body))
+    step.executor = Executor(
+        step.graph,
+        schedule_from("colocate", early_groups=False, prefixes_in_flight=0),
+        step.machine,
+        step.theta,
+        dict.fromkeys(K, body),
+    )
     step.executor.on_terminal = step.store.task_ended
     step.run()
     assert fence.waits == 1  # actor_suffix, on the trainer lane
@@ -200,9 +225,9 @@ def test_reading_while_writing_raises() -> None:
     from rollplex_cli.core.errors import PhaseError
 
     guard = ThetaGuard()
-    with guard.read("decode[0]"), pytest.raises(PhaseError, match=r"`update` writes the weights.*`decode\[0\]`"):
-        with guard.write("update"):
-            pass
+    refused = pytest.raises(PhaseError, match=r"`update` writes the weights.*`decode\[0\]`")
+    with guard.read("decode[0]"), refused, guard.write("update"):
+        pass
     with guard.write("update"), pytest.raises(PhaseError, match=r"`decode\[1\]` reads the weights while `update`"):
         guard.begin_read("decode[1]")
     assert guard.version == 1

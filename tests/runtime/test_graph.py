@@ -16,8 +16,9 @@ K = TaskKind
 GRADIENT = (K.ACTOR_SUFFIX, K.ACTOR_PREFIX_BACKWARD)
 
 
-def simulate(graph: TaskGraph, schedule: Schedule, order: list[int], rng: random.Random,
-             cancel: set[int] = frozenset()) -> list[TaskKey]:  # type: ignore[assignment]
+def simulate(
+    graph: TaskGraph, schedule: Schedule, order: list[int], rng: random.Random, cancel: set[int] = frozenset()
+) -> list[TaskKey]:  # type: ignore[assignment]
     """Run a step by chance: at each turn one of the possible events happens. Returns tasks in start order."""
     phase, started, running = Phase.GENERATE, [], []
     for g in order:
@@ -29,8 +30,11 @@ def simulate(graph: TaskGraph, schedule: Schedule, order: list[int], rng: random
     for _ in range(10_000):
         events = ["decode"] if to_decode else []
         events += ["finish"] if running else []
-        picks = {lane: schedule.pick(graph, lane, phase) for lane in Lane
-                 if not any(k.kind in LANE_KINDS[lane] for k in running)}
+        picks = {
+            lane: schedule.pick(graph, lane, phase)
+            for lane in Lane
+            if not any(k.kind in LANE_KINDS[lane] for k in running)
+        }
         events += [lane for lane, key in picks.items() if key is not None and key.kind is not K.DECODE]
         if not events:
             if phase is Phase.GENERATE and graph.all_terminal([K.DECODE]):
@@ -53,16 +57,24 @@ def simulate(graph: TaskGraph, schedule: Schedule, order: list[int], rng: random
             graph.start(key)
             started.append((key, phase))
             running.append(key)
-    assert graph.all_terminal(K), [t.key for t in graph.tasks.values()
-                                   if t.state not in (TaskState.DONE, TaskState.CANCELLED)]
+    assert graph.all_terminal(K), [
+        t.key for t in graph.tasks.values() if t.state not in (TaskState.DONE, TaskState.CANCELLED)
+    ]
     return started  # type: ignore[return-value]
 
 
 LANE_KINDS = {
     Lane.ROLLOUT: {K.PUBLISH},
     Lane.HOST: {K.REWARD, K.ADVANTAGE},
-    Lane.TRAINER: {K.EXCHANGE, K.REF_PREFIX, K.REF_SUFFIX, K.ACTOR_PREFIX, K.ACTOR_SUFFIX,
-                   K.ACTOR_PREFIX_BACKWARD, K.UPDATE},
+    Lane.TRAINER: {
+        K.EXCHANGE,
+        K.REF_PREFIX,
+        K.REF_SUFFIX,
+        K.ACTOR_PREFIX,
+        K.ACTOR_SUFFIX,
+        K.ACTOR_PREFIX_BACKWARD,
+        K.UPDATE,
+    },
 }
 
 schedules = st.builds(
@@ -74,8 +86,14 @@ schedules = st.builds(
 
 
 @settings(max_examples=200, deadline=None)
-@given(schedules, st.permutations(range(5)), st.booleans(), st.booleans(), st.integers(0, 10**6),
-       st.sets(st.integers(0, 4), max_size=4))
+@given(
+    schedules,
+    st.permutations(range(5)),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 10**6),
+    st.sets(st.integers(0, 4), max_size=4),
+)
 def test_every_schedule_ends_and_adds_gradients_in_logical_order(
     schedule: Schedule, order: list[int], reference: bool, exchange: bool, seed: int, dropped: set[int]
 ) -> None:
@@ -101,8 +119,9 @@ def test_boundaries_held_stay_within_the_limit_plus_the_next_group(order: list[i
 
 def test_colocate_runs_role_by_role_after_decode() -> None:
     graph = build_step_graph(range(3), reference=True)
-    started = simulate(graph, schedule_from("colocate", early_groups=True, prefixes_in_flight=0), [2, 0, 1],
-                       random.Random(0))
+    started = simulate(
+        graph, schedule_from("colocate", early_groups=True, prefixes_in_flight=0), [2, 0, 1], random.Random(0)
+    )
     trainer = [(k, p) for k, p in started if k.kind in LANE_KINDS[Lane.TRAINER]]
     assert all(p is not Phase.GENERATE for _, p in trainer)
     kinds = [k.kind for k, _ in trainer]
@@ -112,8 +131,9 @@ def test_colocate_runs_role_by_role_after_decode() -> None:
 
 def test_without_early_groups_suffixes_wait_for_the_barrier() -> None:
     graph = build_step_graph(range(3), reference=True)
-    started = simulate(graph, schedule_from("rollplex", early_groups=False, prefixes_in_flight=0), [2, 0, 1],
-                       random.Random(1))
+    started = simulate(
+        graph, schedule_from("rollplex", early_groups=False, prefixes_in_flight=0), [2, 0, 1], random.Random(1)
+    )
     assert all(p is Phase.LEARN for k, p in started if k.kind in (*GRADIENT, K.REF_SUFFIX))
     assert any(p is Phase.GENERATE for k, p in started if k.kind is K.ACTOR_PREFIX)
 

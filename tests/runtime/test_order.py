@@ -19,8 +19,9 @@ def run_both(mode: str, seed: int) -> list[dict[str, Any]]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     ranks = [
-        subprocess.Popen([sys.executable, str(SCRIPT), str(rank), str(port), mode, str(seed)], stdout=subprocess.PIPE,
-                         text=True)
+        subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(rank), str(port), mode, str(seed)], stdout=subprocess.PIPE, text=True
+        )
         for rank in (0, 1)
     ]
     outputs = [process.communicate(timeout=90)[0] for process in ranks]

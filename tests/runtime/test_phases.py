@@ -27,8 +27,17 @@ def test_any_sequence_of_wishes_follows_the_table(wishes: list[Phase]) -> None:
 
 def test_a_whole_step_with_a_second_minibatch_is_allowed() -> None:
     machine = PhaseMachine()
-    for wanted in (Phase.GENERATE, Phase.LEARN, Phase.UPDATE, Phase.LEARN, Phase.UPDATE, Phase.PUBLISH,
-                   Phase.CHECKPOINT, Phase.EVALUATE, Phase.GENERATE):
+    for wanted in (
+        Phase.GENERATE,
+        Phase.LEARN,
+        Phase.UPDATE,
+        Phase.LEARN,
+        Phase.UPDATE,
+        Phase.PUBLISH,
+        Phase.CHECKPOINT,
+        Phase.EVALUATE,
+        Phase.GENERATE,
+    ):
         machine.to(wanted)
     assert machine.state is Phase.GENERATE
 

@@ -5,6 +5,7 @@ Run by test_order.py: `python two_ranks.py RANK PORT MODE SEED`; prints the orde
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import random
@@ -16,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
+from rollplex_cli.runtime.control.peers import Peers
 from rollplex_cli.runtime.executor.executor import Executor, StoppedError
 from rollplex_cli.runtime.executor.graph import build_step_graph
 from rollplex_cli.runtime.executor.order import OrderChannel
 from rollplex_cli.runtime.executor.phases import PhaseMachine
 from rollplex_cli.runtime.executor.schedules import schedule_from
 from rollplex_cli.runtime.executor.theta import ThetaGuard
-from rollplex_cli.runtime.peers import Peers
 
 K = TaskKind
 GROUPS = 6
@@ -55,8 +56,15 @@ def main(rank: int, port: int, mode: str, seed: int) -> None:
     def delay(_key: TaskKey, _when: str) -> None:
         time.sleep(rng.random() * 0.004)
 
-    executor = Executor(graph, schedule_from("rollplex", early_groups=True, prefixes_in_flight=2), machine, theta,
-                        dict.fromkeys(K, body), boundary=delay, channel=channel)
+    executor = Executor(
+        graph,
+        schedule_from("rollplex", early_groups=True, prefixes_in_flight=2),
+        machine,
+        theta,
+        dict.fromkeys(K, body),
+        boundary=delay,
+        channel=channel,
+    )
 
     def decode() -> None:
         # Wall-clock order of completion differs between the ranks; the leader's order counts.
@@ -71,10 +79,8 @@ def main(rank: int, port: int, mode: str, seed: int) -> None:
         executor.run(Lane.ROLLOUT)
 
     def guarded(job: object) -> None:
-        try:
+        with contextlib.suppress(StoppedError, RuntimeError):
             job()  # type: ignore[operator]
-        except (StoppedError, RuntimeError):
-            pass
 
     last = 0.0
 
@@ -91,8 +97,12 @@ def main(rank: int, port: int, mode: str, seed: int) -> None:
         machine.to(Phase.GENERATE)
         for thread in threads:
             thread.start()
-        for done, then in ((K.DECODE, Phase.LEARN), (K.ACTOR_PREFIX_BACKWARD, Phase.UPDATE),
-                           (K.UPDATE, Phase.PUBLISH), (K.PUBLISH, None)):
+        for done, then in (
+            (K.DECODE, Phase.LEARN),
+            (K.ACTOR_PREFIX_BACKWARD, Phase.UPDATE),
+            (K.UPDATE, Phase.PUBLISH),
+            (K.PUBLISH, None),
+        ):
             executor.wait([done], tick)
             if then is not None:
                 peers.meet(str(then), {}, tick)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,12 @@ from rollplex_cli.cli.train import run_job
 from rollplex_cli.core.errors import RunFailedError
 from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.log import talk
+
+if TYPE_CHECKING:
+    from rollplex_cli.profile.schema import Profile
+
+NUM_WARM_UP_STEPS = 1
+"""Steps of each schedule that the benchmark takes before it measures."""
 
 
 class Baseline(StrEnum):
@@ -41,8 +48,9 @@ def bench(
     set_json_mode(as_json)
     job, plan, machine = options.load(profile, set_)
     options.require_fit(plan, machine)
-    run = options.new_run(job, plan, run_dir, sys.argv, prefix="bench-")
     names = [str(name) for name in baseline or [Baseline.colocate]]
+    job = _bench_job(job, names, steps)
+    run = options.new_run(job, plan, run_dir, sys.argv, prefix="bench-")
     write_atomic(run.bench, json.dumps({"baselines": names, "steps": steps, "workload": workload}) + "\n")
     talk(f"run folder: {run.root}")
     run_job(job, plan, run, plain=plain or as_json)
@@ -53,3 +61,10 @@ def bench(
         print_json(result)
     else:
         print_bench(result, stdout_console())
+
+
+def _bench_job(job: Profile, baselines: list[str], steps: int) -> Profile:
+    """The profile as a benchmark runs it: no target to miss, and as many steps as will be taken."""
+    schedules = {job.schedule.name, *baselines}
+    num_steps = len(schedules) * (NUM_WARM_UP_STEPS + steps)
+    return dataclasses.replace(job, target=None, runtime=dataclasses.replace(job.runtime, max_steps=num_steps))

@@ -15,6 +15,9 @@ from rollplex_cli.core.errors import InterruptedRunError, RollplexError, UsageEr
 CLICK_ERROR: type[Exception] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 """Base of the argument parser's errors, which typer took from click and later brought along itself."""
 
+PARSER_INTERRUPTED = 130
+"""What the argument parser makes of a KeyboardInterrupt, in versions that do not raise Abort."""
+
 app = typer.Typer(
     name="rollplex",
     add_completion=False,
@@ -71,6 +74,8 @@ def run(arguments: list[str]) -> int:
         return 0
     except Exception as error:
         return report_unexpected(error)
+    if result == PARSER_INTERRUPTED:
+        return report_error(InterruptedRunError("interrupted"))
     return result if isinstance(result, int) else 0
 
 
@@ -83,3 +88,7 @@ def _parser_error(error: Exception) -> int:
     formatted = getattr(error, "format_message", error.__str__)
     text: str = formatted()
     return report_error(UsageError(text.strip().rstrip("."), hint=f"`{path} --help` lists what it takes"))
+
+
+if __name__ == "__main__":
+    main()

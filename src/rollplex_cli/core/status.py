@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 State = Literal["starting", "running", "done", "failed", "interrupted"]
+ALIVE = ("starting", "running")
+"""States of a rank that goes on."""
 Stage = Literal["starting", "render", "base", "cold_start", "done", "failed"]
 
 
@@ -91,8 +93,16 @@ def error_of(status: RankStatus | PrepareStatus) -> errors.RollplexError:
 
 
 def write_status(path: Path, status: RankStatus | PrepareStatus) -> None:
-    """Write a status so that a reader never sees a part of it."""
+    """Write a status so that a reader never sees a part of it.
+
+    A rank's last word stands: `starting` and `running` do not replace it, since other threads of a rank may still
+    report progress while it closes.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(status, RankStatus) and status.state in ALIVE:
+        before = read_status(path)
+        if before is not None and before.state not in ALIVE:
+            return
     write_atomic(path, json.dumps(dataclasses.asdict(status)) + "\n")
 
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from rollplex_cli.data.types import Sample
 
-_lock = threading.Lock()
+# Reentrant: a task may build on another one and load it while it is imported itself.
+_lock = threading.RLock()
 
 
 class Task(Protocol):

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from rollplex_cli.core.errors import ClusterError, InterruptedRunError, PeerFailedError, RollplexError, RunFailedError
 from rollplex_cli.core.files import read_tail
-from rollplex_cli.core.status import RankStatus, error_of, read_status
+from rollplex_cli.core.status import ALIVE, RankStatus, error_of, read_status
+from rollplex_cli.launch.run_folder import START_MARK
 from rollplex_cli.launch.torchrun import port_in_use
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def outcome(run: RunFolder, num_ranks: int, *, exit_code: int, signalled: bool, 
         port: the rendezvous port, for the message if it was taken.
     """
     statuses = read_statuses(run, num_ranks)
-    silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ("starting", "running")]
+    silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ALIVE]
     culprit, code = _first_failure(run)
     decisive = _decisive([status for status in statuses if status is not None])
     if culprit in silent and not signalled:
@@ -95,7 +96,7 @@ def _first_failure(run: RunFolder) -> tuple[int, int]:
 
 
 def _died(run: RunFolder, rank: int, code: int) -> RunFailedError:
-    log = run.rank_log(rank) if run.rank_log(rank).exists() else run.launcher_log
+    log = run.rank_log(rank) if _tail_lines(run.rank_log(rank)) else run.launcher_log
     how = f"ended with exit code {code}" if code > 0 else "ended"
     if code < 0:
         how = f"was {SIGNALS.get(code, 'ended')} by signal {-code}"
@@ -112,5 +113,11 @@ def _not_started(run: RunFolder, exit_code: int) -> ClusterError:
 
 def log_tail(log: Path) -> str:
     """The last lines of a log as the end of a message; nothing for an empty log."""
-    lines = read_tail(log, TAIL_LINES)
+    lines = _tail_lines(log)
     return "; its log ends with:" + "".join(f"\n  {line}" for line in lines) if lines else ""
+
+
+def _tail_lines(log: Path) -> list[str]:
+    lines = read_tail(log, TAIL_LINES)
+    marks = [index for index, line in enumerate(lines) if line.startswith(START_MARK)]
+    return lines[marks[-1] + 1 :] if marks else lines

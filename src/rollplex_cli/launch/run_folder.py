@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LOCK = ".lock"
+START_MARK = "=== resumed"
+"""Begins the line in a rank's log that separates one start of a run from the next."""
 
 
 def default_run_dir(parent: Path, profile_name: str) -> Path:
@@ -74,10 +76,13 @@ def lock_run(run: RunFolder) -> FileLock:
     return lock
 
 
-def clear_status(run: RunFolder) -> None:
-    """Remove what ranks of an earlier start said about themselves."""
+def begin_start(run: RunFolder) -> None:
+    """Set an earlier start of the run apart: its ranks' statuses go, their logs get a line that ends it."""
     for path in run.status_dir.glob("rank*.json"):
         path.unlink(missing_ok=True)
+    for path in run.logs_dir.glob("rank*.log"):
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(f"{START_MARK} {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
 
 
 def git_revision() -> str:

@@ -12,7 +12,7 @@ from rollplex_cli.core.errors import RollplexError, RunFailedError
 from rollplex_cli.core.status import error_of, read_prepare_status
 from rollplex_cli.launch import torchrun
 from rollplex_cli.launch.outcome import interrupted, log_tail, outcome, read_statuses
-from rollplex_cli.launch.run_folder import clear_status, lock_run
+from rollplex_cli.launch.run_folder import begin_start, lock_run
 from rollplex_cli.launch.subprocess import Child, children, find_processes, send_signal
 from rollplex_cli.launch.torchrun import Rendezvous, choose_port, prepare_argv, worker_argv, worker_env
 
@@ -72,7 +72,7 @@ def supervise(profile: Profile, plan: Plan, run: RunFolder, *, on_tick: Callable
         with stop_requests() as requests:
             port = choose_port(profile.runtime.master_port)
             env = worker_env(profile, os.environ)
-            clear_status(run)
+            begin_start(run)
             _prepare(run, env, requests, on_tick)
             # The port was free before the preparation, which may take minutes: look again.
             port = choose_port(profile.runtime.master_port or port)

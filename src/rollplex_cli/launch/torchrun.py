@@ -57,6 +57,8 @@ def worker_env(profile: Profile, base: Mapping[str, str]) -> dict[str, str]:
     env = dict(base) | {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Progress bars of libraries have no place in a log; the live view shows progress.
+        "TQDM_DISABLE": "1",
         # Nothing is fetched while a run goes on: what is missing must fail at once, not on the network.
         "HF_HUB_OFFLINE": "1",
     }

@@ -99,8 +99,9 @@ class Ledger:
         """
         held = self.snapshot()
         if held.total_bytes != driver_bytes:
+            owners = describe(held.by_owner)
             raise RunFailedError(
-                f"the ledger has {held.total_bytes} bytes ({describe(held.by_owner)}), the driver counts: {driver_bytes}"
+                f"the ledger has {held.total_bytes} bytes ({owners}), the driver counts: {driver_bytes}"
             )
 
 

@@ -28,7 +28,7 @@ class _DeviceSpan:
             "data": (address, False),
             "shape": (num_bytes,),
             "strides": None,
-            # Bytes: the interface has no name for BF16, and a view changes the type for free.
+            # Bytes: the interface has no name for BF16, and a storage has no type.
             "typestr": "|u1",
             "stream": None,
         }
@@ -66,7 +66,14 @@ def tensor_at(
         finalizer = weakref.finalize(span, on_dead)
         # At the end of the process the system takes everything back anyway.
         finalizer.atexit = False
-    return flat.view(dtype).view(tuple(shape))
+    # Not a view of `flat`: autograd treats views of other tensors in their own way when they are written in place.
+    tensor = torch.empty(0, dtype=dtype, device=flat.device)
+    tensor.set_(flat.untyped_storage(), 0, tuple(shape), _contiguous_strides(shape))
+    return tensor
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 def host_buffer(num_bytes: int, *, on_dead: Callable[[], object] | None = None) -> torch.Tensor:

@@ -39,12 +39,19 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
         table.add_row(
             *(Text(printable(row.get(key, "-"))) for key in ("workload", "schedule", "policy")),
             show(number(row, "step_s_median")),
-            show(number(row, "step_s_spread")),
+            _spread(row.get("step_s_spread")),
             *(show(number(row, f"phase_s.{name}")) for name in phases),
             *(show(number(row, f"ratio.{name}"), ".2f") for name in ratios),
         )
     facts = [f"{key}: {result[key]}" for key in ("hardware", "commit", "command") if result.get(key)]
     return Group(table, *(Text(printable(fact)) for fact in facts))
+
+
+def _spread(value: object) -> str:
+    """`lowest .. highest` of a pair, else the number itself."""
+    if isinstance(value, list) and len(value) == 2:
+        return " .. ".join(show(number({"end": end}, "end")) for end in value)
+    return show(number({"spread": value}, "spread"))
 
 
 def _names(row: dict[str, Any], key: str) -> list[str]:

@@ -20,6 +20,7 @@ from rollplex_cli.report.series import (
     WINDOW,
     Row,
     format_share,
+    has_kl,
     number,
     printable,
     reward_means,
@@ -79,15 +80,18 @@ class LiveView:
         self._console = console or Console(stderr=True, highlight=False)
         self._watch = RunWatch(run)
         self._title = title
-        self._total_steps = total_steps
-        self._target = target.reward_mean if target is not None else None
+        # A benchmark measures time: its rewards mean nothing, and its number of steps is not the profile's.
+        is_bench = run.bench.exists()
+        self._total_steps = None if is_bench else total_steps
+        self._target = target.reward_mean if target is not None and not is_bench else None
         self._window = target.window if target is not None else WINDOW
         self._started = self._last_step = time.monotonic()
         self._said = ""
         self._cold_start_said = False
         self._steps_said = 0
+        self._evaluations_said: set[int] = set()
         in_place = not plain and self._console.is_terminal and not self._console.is_dumb_terminal
-        self._progress = ProgressLine(total_steps, unicode=self._unicode)
+        self._progress = ProgressLine(self._total_steps, unicode=self._unicode)
         self._live: Live | None = None
         if in_place:
             # `poll` draws: a refreshing thread would read rows while they are replaced.
@@ -96,7 +100,8 @@ class LiveView:
     def __enter__(self) -> LiveView:
         self._say(self._title)
         # Steps of an earlier start of this run are shown in the table but not announced again.
-        self._watch.poll()
+        news = self._watch.poll()
+        self._evaluations_said = {row["step"] for row in news.evaluations}
         self._steps_said = self._newest_step
         if self._live is not None:
             self._live.start()
@@ -120,21 +125,25 @@ class LiveView:
             self._total_steps,
             self._console,
             elapsed_s=elapsed,
-            ok=kind is None,
         )
 
     def poll(self) -> None:
         """Read what is new and show it."""
-        new = self._watch.poll()
-        if new:
+        news = self._watch.poll()
+        if news.steps:
             self._last_step = time.monotonic()
+        if news.restarted:
+            self._steps_said = self._newest_step
         self._say_cold_start()
+        for row in news.evaluations:
+            if row["step"] not in self._evaluations_said:
+                self._say_evaluation(row)
         if self._live is not None:
             self._live.update(self._render(), refresh=True)
             return
         if self._watch.preparing:
             self._say_preparation()
-        for row in new:
+        for row in news.steps:
             if row["step"] > self._steps_said:
                 self._steps_said = row["step"]
                 self._say(self._step_line(row))
@@ -163,6 +172,12 @@ class LiveView:
             note = prepare_note(status)
             self._say(f"{stage_title(status.stage)}{count}{': ' + note if note else ''}")
 
+    def _say_evaluation(self, row: Row) -> None:
+        self._evaluations_said.add(row["step"])
+        accuracy, samples = number(row, "eval.heldout_accuracy"), number(row, "eval.num_samples")
+        if accuracy is not None:
+            self._say(f"held-out accuracy after step {row['step']}: {accuracy:.3f} ({show(samples, '.0f')} samples)")
+
     def _say_cold_start(self) -> None:
         """Once, when it is over: the reader must know where the reward of the first step comes from."""
         status = self._watch.cold_start
@@ -178,7 +193,7 @@ class LiveView:
 
     def _step_line(self, row: Row) -> str:
         parts = [
-            f"step {row['step']}/{self._total_steps}",
+            f"step {row['step']}" if self._total_steps is None else f"step {row['step']}/{self._total_steps}",
             f"reward {show(number(row, 'reward_mean'))} +- {show(number(row, 'reward_std'))}",
             f"{self._window}-step mean {show(self._mean_at(row))}",
             f"format {show(format_share(row), '.2f')}",
@@ -186,17 +201,20 @@ class LiveView:
         parts += [
             f"{heading.replace(chr(10), ' ')} {show(number(row, key), spec)}"
             for heading, key, spec in COLUMNS
-            if number(row, key) is not None
+            if number(row, key) is not None and (key != "kl" or has_kl(self._watch.rows))
         ]
-        accuracy = number(row, "eval.heldout_accuracy")
-        return "  ".join(parts) + ("" if accuracy is None else f"  held-out accuracy {accuracy:.3f}")
+        return "  ".join(parts)
 
     def _step_table(self) -> Table:
         # Narrow enough for a terminal of 80 columns.
         table = Table(header_style="bold", box=None, padding=(0, 0, 0, 1), pad_edge=False)
         steps = steps_of(self._watch.rows)
         # A column nobody fills (KL without a reference) is left out.
-        columns = [column for column in COLUMNS if any(number(row, column[1]) is not None for row in steps)]
+        columns = [
+            (name, key, spec)
+            for name, key, spec in COLUMNS
+            if (has_kl(steps) if key == "kl" else any(number(row, key) is not None for row in steps))
+        ]
         headings = ["step", "reward", f"{self._window}-step\nmean", "format\nshare", *(name for name, _, _ in columns)]
         for heading in headings:
             table.add_column(Text(heading), justify="right", no_wrap=True)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.report.series import (
     format_share,
+    has_kl,
     heldout_points,
     number,
     reward_means,
@@ -61,11 +62,11 @@ def draw_curves(data: RunData, path: Path) -> bool:
         halves: Any = figure.subfigures(2, 1, height_ratios=[3.6, height - 3.6])
         top, below = halves
         _draw_reward(top.subplots(), data, rows)
-        grid = below.subplots((len(panels) + 2) // 3, 3, squeeze=False).flat
+        grid = list(below.subplots((len(panels) + 2) // 3, 3, squeeze=False).flat)
         for axes, panel in zip(grid, panels, strict=False):
             panel(axes, rows)
             _step_axis(axes, rows)
-        for axes in list(grid)[len(panels) :]:
+        for axes in grid[len(panels) :]:
             axes.set_visible(False)
         figure.savefig(path)
     return True
@@ -73,7 +74,7 @@ def draw_curves(data: RunData, path: Path) -> bool:
 
 def _small_panels(rows: Sequence[Row]) -> list[Callable[[Any, Sequence[Row]], None]]:
     panels: list[Callable[[Any, Sequence[Row]], None]] = []
-    if any(number(row, "kl") is not None for row in rows):
+    if has_kl(rows):
         panels.append(_draw_kl)
     return [*panels, _draw_lengths, _draw_shares, _draw_gradient, _draw_parity, _draw_time]
 
@@ -81,10 +82,19 @@ def _small_panels(rows: Sequence[Row]) -> list[Callable[[Any, Sequence[Row]], No
 def _step_axis(axes: Any, rows: Sequence[Row]) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    steps = [row["step"] for row in rows]
-    margin = max(0.5, 0.02 * (steps[-1] - steps[0]))
-    axes.set_xlim(steps[0] - margin, steps[-1] + margin)
+    _step_limits(axes, [row["step"] for row in rows])
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+
+
+def _step_limits(axes: Any, steps: Sequence[int]) -> None:
+    margin = max(0.5, 0.02 * (max(steps) - min(steps)))
+    axes.set_xlim(min(steps) - margin, max(steps) + margin)
+
+
+def _from_zero(axes: Any) -> None:
+    """Let the vertical axis begin at zero with room above the highest value."""
+    top = axes.dataLim.y1
+    axes.set_ylim(0, 1.12 * top if top > 0 else 1.0)
 
 
 def _draw_reward(axes: Any, data: RunData, rows: Sequence[Row]) -> None:
@@ -123,10 +133,7 @@ def _draw_reward(axes: Any, data: RunData, rows: Sequence[Row]) -> None:
     axes.set_title(f"Reward: {data.name}", fontsize=12)
     axes.set_xlabel("step")
     _step_axis(axes, rows)
-    if points and points[-1][0] > steps[-1]:
-        axes.set_xlim(right=points[-1][0] + 1)
-    if points and points[0][0] < steps[0]:
-        axes.set_xlim(left=points[0][0] - 1)
+    _step_limits(axes, [*steps, *(step for step, _ in points)])
     if min(rewards) >= 0 and max(rewards) <= 1:
         axes.set_ylim(0, 1.06)
     axes.legend(loc="lower right", ncols=2)
@@ -145,13 +152,15 @@ def _line(axes: Any, rows: Sequence[Row], key: str, color: str, label: str | Non
 def _draw_kl(axes: Any, rows: Sequence[Row]) -> None:
     _line(axes, rows, "kl", PURPLE)
     axes.set_title("KL to the reference")
-    axes.set_ylim(bottom=min(0.0, *(number(row, "kl") or 0.0 for row in rows)))
+    # The estimators k1 and k2 of a sample may be below zero.
+    if all((number(row, "kl") or 0.0) >= 0 for row in rows):
+        _from_zero(axes)
 
 
 def _draw_lengths(axes: Any, rows: Sequence[Row]) -> None:
     _line(axes, rows, "response_tokens_mean", GREEN)
     axes.set_title("Response tokens")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
 
 
 def _draw_shares(axes: Any, rows: Sequence[Row]) -> None:
@@ -160,7 +169,7 @@ def _draw_shares(axes: Any, rows: Sequence[Row]) -> None:
     _line(axes, rows, "zero_variance_share", VERMILION, "zero-variance groups")
     _line(axes, rows, "entropy", SOFT, "-log p of sampled tokens", linewidth=1.2)
     axes.set_title("Shares and entropy")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best")
 
@@ -168,7 +177,7 @@ def _draw_shares(axes: Any, rows: Sequence[Row]) -> None:
 def _draw_gradient(axes: Any, rows: Sequence[Row]) -> None:
     _line(axes, rows, "grad_norm", ORANGE)
     axes.set_title("Gradient norm, before clipping")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
 
 
 def _draw_parity(axes: Any, rows: Sequence[Row]) -> None:
@@ -188,5 +197,5 @@ def _draw_time(axes: Any, rows: Sequence[Row]) -> None:
         axes.stackplot(steps, layers, colors=(BLUE, ORANGE, PURPLE, SKY), labels=PHASES, alpha=0.85, linewidth=0)
     _line(axes, rows, "step_s", INK, "whole step", linewidth=1.0)
     axes.set_title("Seconds a step")
-    axes.set_ylim(bottom=0)
+    _from_zero(axes)
     axes.legend(loc="lower right", ncols=2, fontsize=7.5)

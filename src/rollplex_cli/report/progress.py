@@ -48,7 +48,7 @@ def prepare_note(status: PrepareStatus) -> str:
 class ProgressLine:
     """One line for each stage of the preparation, then one for the steps."""
 
-    def __init__(self, total_steps: int, *, unicode: bool) -> None:
+    def __init__(self, total_steps: int | None, *, unicode: bool) -> None:
         self._total_steps = total_steps
         self._bars = Progress(
             SpinnerColumn("dots" if unicode else "line", finished_text=" "),
@@ -84,10 +84,14 @@ class ProgressLine:
             return self._bars.get_renderable()
         times = [value for value in (number(row, "step_s") for row in steps) if value is not None]
         note = ranks[0].phase if ranks else ""
-        if times and done < self._total_steps:
-            left = (self._total_steps - done) * trailing_means(times, ETA_STEPS)[-1]
+        total = self._total_steps
+        if total is None:
+            self._show("steps", None, done, str(done), note)
+            return self._bars.get_renderable()
+        if times and done < total:
+            left = (total - done) * trailing_means(times, ETA_STEPS)[-1]
             note += f" at most {format_seconds(left)} left"
-        self._show("reinforcement learning", self._total_steps, done, f"{done}/{self._total_steps}", note.strip())
+        self._show("reinforcement learning", total, done, f"{done}/{total}", note.strip())
         return self._bars.get_renderable()
 
     def _show(self, title: str, total: int | None, completed: int, count: str, note: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from rollplex_cli.core.files import read_jsonl
+from rollplex_cli.core.files import read_tail
 from rollplex_cli.report.plots import draw_curves
 from rollplex_cli.report.series import (
     Row,
@@ -64,7 +64,7 @@ def render(run_dir: str | Path, console: Console, json: bool = False) -> None:
     if report["phases"]:
         console.print(phase_table(phase_times(data.rows)))
     if spans:
-        console.print(task_table(task_times(spans)))
+        console.print(task_table(task_times(spans, data.plan)))
     samples = latest_samples(data)
     if samples:
         console.print(sample_table(samples))
@@ -89,7 +89,7 @@ def describe(data: RunData) -> dict[str, Any]:
         "heldout_accuracy": [{"step": step, "accuracy": accuracy} for step, accuracy in heldout_points(data.rows)],
         "train_s": sum(seconds),
         "phases": as_json(phase_times(data.rows)),
-        "tasks": as_json(task_times(parse_spans(data))) if data.events else [],
+        "tasks": as_json(task_times(parse_spans(data), data.plan)) if data.events else [],
     }
 
 
@@ -110,10 +110,15 @@ def _head_lines(report: dict[str, Any]) -> list[str]:
 
 
 def latest_samples(data: RunData) -> list[Row]:
-    """A few rows of the newest file with rollouts, one per prompt where possible."""
+    """The latest responses of the newest file with rollouts, one per question."""
     files = sorted(data.folder.rollouts_dir.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    rows = [row for row in read_jsonl(files[-1]) if "response" in row] if files else []
-    by_prompt: dict[str, Row] = {}
-    for row in reversed(rows):
-        by_prompt.setdefault(str(row.get("prompt")), row)
-    return list(by_prompt.values())[:NUM_SAMPLES]
+    by_question: dict[str, Row] = {}
+    # The file grows with every response of a run: its end is enough.
+    for line in reversed(read_tail(files[-1], num_lines=512, max_bytes=1 << 18) if files else []):
+        try:
+            row = json_module.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "response" in row:
+            by_question.setdefault(str(row.get("question", row.get("prompt"))), row)
+    return list(by_question.values())[:NUM_SAMPLES]

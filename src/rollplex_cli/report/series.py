@@ -66,7 +66,7 @@ def load_run(root: Path) -> RunData:
     events = [row for path in sorted(folder.events_dir.glob("rank*.jsonl")) for row in read_events(path)]
     return RunData(
         folder=folder,
-        rows=merge_rows(read_jsonl(folder.metrics)),
+        rows=merge_rows([*read_jsonl(folder.metrics), *evaluation_rows(read_jsonl(folder.evaluations))]),
         events=sorted(events, key=lambda row: number(row, "t0") or 0.0),
         plan=read_json(folder.plan) or {},
         profile=_read_profile(folder.profile),
@@ -96,6 +96,11 @@ def merge_rows(rows: Iterable[Row]) -> list[Row]:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def evaluation_rows(evaluations: Iterable[Row]) -> list[Row]:
+    """Lines of evaluations.jsonl as parts of the rows of their steps, under `eval`."""
+    return [{"step": row.get("step"), "eval": row} for row in evaluations]
+
+
 def number(row: Row, key: str) -> float | None:
     """A finite number of a row, `a.b` looking into dictionaries; None for anything else."""
     value: Any = row
@@ -110,6 +115,11 @@ def format_share(row: Row) -> float | None:
     """Share of responses in the asked form."""
     share = number(row, "format_mean")
     return share if share is not None else number(row, "reward_parts.format")
+
+
+def has_kl(rows: Sequence[Row]) -> bool:
+    """Whether a reference took part: without one the KL is missing or exactly zero at every step."""
+    return any(number(row, "kl") for row in rows)
 
 
 def steps_of(rows: Sequence[Row]) -> list[Row]:

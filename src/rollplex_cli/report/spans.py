@@ -55,12 +55,13 @@ class Span:
     phase: str
     group: int | None
     schedule: str
-    """Empty where the event does not name one."""
+    """Of the step, as its row of metrics names it (a benchmark changes it from step to step), else the profile's."""
 
 
 def parse_spans(data: RunData) -> list[Span]:
     """The events of a run that are whole spans, by start."""
     spans = []
+    schedules = {row["step"]: row.get("schedule") for row in data.rows}
     for row in data.events:
         start, end, step = number(row, "t0"), number(row, "t1"), row.get("step")
         if start is None or end is None or end < start or not isinstance(step, int):
@@ -76,7 +77,7 @@ def parse_spans(data: RunData) -> list[Span]:
                 lane=str(row.get("lane", "")),
                 phase=str(row.get("phase", "")),
                 group=group if isinstance(group, int) and group >= 0 else None,
-                schedule=str(row.get("schedule") or data.schedule),
+                schedule=str(schedules.get(step) or data.schedule),
             )
         )
     return spans

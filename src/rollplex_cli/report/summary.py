@@ -24,11 +24,10 @@ def print_summary(
     watch: RunWatch,
     target: float | None,
     window: int,
-    total_steps: int,
+    total_steps: int | None,
     console: Console,
     *,
     elapsed_s: float,
-    ok: bool,
 ) -> None:
     """Draw the pictures and print the summary of a run that ended.
 
@@ -36,16 +35,17 @@ def print_summary(
         watch: the run as last seen.
         target: mean reward the profile asks for.
         window: steps of that mean.
-        total_steps: steps the run was to take at most.
+        total_steps: steps the run was to take at most; None for a benchmark, whose rewards mean nothing.
         console: where to print.
         elapsed_s: seconds since the run was started (or resumed).
-        ok: False where an exception ended the run; its message follows the summary.
     """
     root = watch.folder.root
-    lines = [f"Run folder: {root}"] if not steps_of(watch.rows) else _result_lines(watch, target, window, elapsed_s)
-    if steps_of(watch.rows):
-        lines += _picture_lines(watch)
-        lines += _next_lines(str(root), finished=ok and _finished(watch, target, window, total_steps))
+    lines = [f"Run folder: {root}"]
+    if steps_of(watch.rows) and total_steps is None:
+        lines = _picture_lines(watch)
+    elif steps_of(watch.rows) and total_steps is not None:
+        lines = [*_result_lines(watch, target, window, elapsed_s), *_picture_lines(watch)]
+        lines += _next_lines(str(root), finished=_finished(watch, target, window, total_steps))
     for line in lines:
         style = "bold green" if line.startswith("Target reached") else ""
         console.print(Text(printable(line), style=style), soft_wrap=True)
@@ -70,7 +70,7 @@ def _result_lines(watch: RunWatch, target: float | None, window: int, elapsed_s:
     points = heldout_points(watch.rows)
     if points:
         samples = next((number(row, "eval.num_samples") for row in watch.rows if "eval" in row), None)
-        of = f" on {samples:.0f} clips" if samples is not None else ""
+        of = f" on {samples:.0f} samples" if samples is not None else ""
         change = " -> ".join(f"{accuracy:.3f}" for _, accuracy in (points[0], points[-1])[: len(points)])
         lines.append(f"Held-out accuracy: {change} (greedy{of} that no decision has seen)")
     return lines

@@ -38,8 +38,10 @@ class TaskTime:
 
     task: str
     lane: str
+    planned: float | None
+    """How many of them a rank runs in a step according to the plan; None where the plan does not say."""
     per_step: float
-    """How many of them a rank runs in a step."""
+    """How many a rank ran in a step, mean over steps and ranks."""
     busy_s: float
     """Seconds a step in which at least one of them ran, mean over steps and ranks."""
     beside_decode: float | None
@@ -72,8 +74,8 @@ def phase_times(rows: Sequence[Row]) -> list[PhaseTime]:
     ]
 
 
-def task_times(spans: Sequence[Span]) -> list[TaskTime]:
-    """Kinds of tasks in the order in which they first ran."""
+def task_times(spans: Sequence[Span], plan: Row | None = None) -> list[TaskTime]:
+    """Kinds of tasks in the order in which they first ran, beside what plan.json expected."""
     tasks = tasks_only(spans)
     steps = by_step(tasks)
     decode = {key: intervals_of(s for s in members if s.name == "decode") for key, members in steps.items()}
@@ -87,6 +89,7 @@ def task_times(spans: Sequence[Span]) -> list[TaskTime]:
             TaskTime(
                 task=kind,
                 lane=next(span.lane for span in tasks if span.name == kind),
+                planned=number(plan or {}, f"tasks.per_rank.{kind}"),
                 per_step=sum(len(members) for members in own.values()) / len(steps),
                 busy_s=total / len(steps),
                 beside_decode=None if kind == "decode" or total == 0 else beside / total,
@@ -113,28 +116,29 @@ def phase_table(times: Sequence[PhaseTime]) -> Table:
 
 def task_table(times: Sequence[TaskTime]) -> Table:
     """Tasks as a table."""
-    table = Table(title="Tasks, a step and rank", title_justify="left")
+    table = Table(title="Tasks of a rank in a step", title_justify="left")
     table.add_column("task")
     table.add_column("lane")
-    for heading in ("count", "busy s", "beside decode"):
+    for heading in ("planned", "run", "busy s", "beside decode"):
         table.add_column(heading, justify="right")
     for row in times:
         beside = "" if row.beside_decode is None else f"{row.beside_decode:.0%}"
-        table.add_row(Text(row.task), Text(printable(row.lane)), f"{row.per_step:.0f}", show(row.busy_s), beside)
+        counts = (show(row.planned, ".0f"), f"{row.per_step:.4g}")
+        table.add_row(Text(row.task), Text(printable(row.lane)), *counts, show(row.busy_s), beside)
     return table
 
 
 def sample_table(samples: Sequence[Row]) -> Table:
     """A few responses with their rewards. Their text is shown as it is: never as markup, never as terminal codes."""
     table = Table(title="Latest responses", title_justify="left")
-    table.add_column("step", justify="right")
-    table.add_column("prompt", max_width=48, overflow="ellipsis", no_wrap=True)
-    table.add_column("response", max_width=48, overflow="ellipsis", no_wrap=True)
-    table.add_column("reward", justify="right")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("question", max_width=48, overflow="fold")
+    table.add_column("response", max_width=48, overflow="fold")
+    table.add_column("reward", justify="right", no_wrap=True)
     for row in samples:
         table.add_row(
             Text(printable(row.get("step", "-"))),
-            Text(printable(row.get("prompt", ""))),
+            Text(printable(row.get("question", row.get("prompt", "")))),
             Text(printable(row.get("response", ""))),
             show(number(row, "reward"), ".2f"),
         )

@@ -34,6 +34,8 @@ LABEL_OF_ROW = {"host": "host, reward", "update": "optimizer, update"}
 PREFIX_ALPHA = 0.45
 """Prefix tasks are drawn lighter than suffix tasks of the same row."""
 BAR_HEIGHT = 0.72
+THIN = 0.002
+"""Share of a step below which a bar is about as thin as its outline."""
 SCHEDULE_ORDER = ("colocate", "rollplex")
 
 
@@ -70,16 +72,16 @@ def _draw_step(axes: Any, spans: Sequence[Span], schedule: str) -> float:
     _draw_phases(axes, [span for span in spans if span.name == PHASE], origin, end)
     for place, row in enumerate(ROWS):
         members = [span for span in tasks if ROW_OF_TASK[span.name] == row]
-        _draw_row(axes, members, origin, place, COLOR_OF_ROW[row])
+        _draw_row(axes, members, (origin, end), place, COLOR_OF_ROW[row])
         busy = busy_s(intervals_of(members))
-        label = f"{busy:.3g} s" if members else "none"
+        label = _seconds(busy) if members else "none"
         axes.annotate(label, (1.008, place), xycoords=("axes fraction", "data"), va="center", color="#555555")
     axes.set_yticks(range(len(ROWS)), [LABEL_OF_ROW.get(row, row) for row in ROWS])
     axes.set_ylim(len(ROWS) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0, labelcolor=INK)
     axes.tick_params(axis="x", labelbottom=True)
     first = tasks[0]
-    axes.set_title(f"{schedule or 'step'}: {end:.3g} s (step {first.step}, rank {first.rank})", pad=18)
+    axes.set_title(f"{schedule or 'step'}: {_seconds(end)} (step {first.step}, rank {first.rank})", pad=18)
     return end
 
 
@@ -96,19 +98,25 @@ def _draw_phases(axes: Any, phases: Sequence[Span], origin: float, end: float) -
             last_label = start
 
 
-def _draw_row(axes: Any, members: Sequence[Span], origin: float, place: int, color: str) -> None:
-    """Bars of one row; those that overlap share its height."""
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1e3 * seconds:.1f} ms"
+
+
+def _draw_row(axes: Any, members: Sequence[Span], extent: tuple[float, float], place: int, color: str) -> None:
+    """Bars of one row; those that overlap share its height. `extent`: start of the step and its length, seconds."""
     if not members:
         return
+    origin, length = extent
     tracks = pack(intervals_of(members))
     height = BAR_HEIGHT / (max(tracks) + 1)
     for span, track in zip(members, tracks, strict=True):
+        thin = span.end_s - span.start_s < THIN * length
         axes.broken_barh(
             [(span.start_s - origin, span.end_s - span.start_s)],
             (place - BAR_HEIGHT / 2 + track * height, height),
             facecolor=color,
             alpha=PREFIX_ALPHA if span.name in ("ref_prefix", "actor_prefix") else 1.0,
-            # Bars far thinner than the line that outlines them would vanish under it.
-            edgecolor="white" if height > 0.1 else "none",
-            linewidth=0.3,
+            # A white outline parts neighbours; a bar hardly wider than it would vanish, and is drawn as a line.
+            edgecolor=color if thin else "white" if height > 0.1 else "none",
+            linewidth=0.6 if thin else 0.3,
         )

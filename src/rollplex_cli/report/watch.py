@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.status import PrepareStatus, RankStatus, read_prepare_status, read_status
-from rollplex_cli.report.series import Row, merge_rows, steps_of
+from rollplex_cli.report.series import Row, evaluation_rows, merge_rows, steps_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,12 +22,20 @@ class JsonlTail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._inode = 0
+        self.restarted = False
+        """True when the last call found another file than the one before and read it from its start: a resumed run
+        rewrites its files up to the checkpoint."""
 
     def read_new(self) -> list[Row]:
-        """Objects of the lines completed since the last call. A file that shrank is read from its start."""
+        """Objects of the lines completed since the last call."""
+        self.restarted = False
         try:
             with self._path.open("rb") as stream:
-                if stream.seek(0, 2) < self._offset:
+                state = os.fstat(stream.fileno())
+                self.restarted = self._offset > 0 and (state.st_ino != self._inode or state.st_size < self._offset)
+                self._inode = state.st_ino
+                if self.restarted:
                     self._offset = 0
                 stream.seek(self._offset)
                 chunk = stream.read()
@@ -46,6 +55,18 @@ class JsonlTail:
         return rows
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What a poll found."""
+
+    steps: list[Row]
+    """Rows of training steps, ascending."""
+    evaluations: list[Row]
+    """Rows with `step` and `eval`, ascending."""
+    restarted: bool
+    """True when the run went back to a checkpoint: `steps` are then all that are left."""
+
+
 @dataclass(slots=True)
 class RunWatch:
     """The latest known state of a run. `poll` brings it up to date; reading touches nothing."""
@@ -57,15 +78,21 @@ class RunWatch:
     cold_start: PrepareStatus | None = None
     """The last that the supervised cold start said, if there was one."""
     ranks: list[RankStatus] = field(default_factory=list)
-    _tail: JsonlTail | None = None
+    _metrics: JsonlTail = field(init=False)
+    _evaluations: JsonlTail = field(init=False)
 
-    def poll(self) -> list[Row]:
-        """Read what is new; returns the rows of training steps that are."""
-        if self._tail is None:
-            self._tail = JsonlTail(self.folder.metrics)
-        new = self._tail.read_new()
-        if new:
-            self.rows = merge_rows([*self.rows, *new])
+    def __post_init__(self) -> None:
+        self._metrics = JsonlTail(self.folder.metrics)
+        self._evaluations = JsonlTail(self.folder.evaluations)
+
+    def poll(self) -> News:
+        """Read what is new."""
+        new, evaluated = self._metrics.read_new(), evaluation_rows(self._evaluations.read_new())
+        if self._metrics.restarted:
+            # Steps after the checkpoint are not part of the run any more; evaluations are, where they still stand.
+            self.rows = [{"step": row["step"], "eval": row["eval"]} for row in self.rows if "eval" in row]
+        if new or evaluated:
+            self.rows = merge_rows([*self.rows, *new, *evaluated])
         self.prepare = read_prepare_status(self.folder.prepare_status) or self.prepare
         if self.prepare is not None and (self.prepare.stage == "cold_start" or self.prepare.accuracy is not None):
             self.cold_start = self.prepare
@@ -73,7 +100,9 @@ class RunWatch:
         self.ranks = []
         while (status := read_status(self.folder.status(len(self.ranks)))) is not None:
             self.ranks.append(status)
-        return steps_of(merge_rows(new))
+        return News(
+            steps=steps_of(merge_rows(new)), evaluations=merge_rows(evaluated), restarted=self._metrics.restarted
+        )
 
     @property
     def preparing(self) -> bool:

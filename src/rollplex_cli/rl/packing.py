@@ -44,7 +44,10 @@ def pack_suffix(
     """Pack responses (token id lists, none empty) of one prompt of `num_prompt_tokens` tokens."""
     if not responses or any(len(r) == 0 for r in responses):
         raise ValueError("every response needs at least one token")
-    tokens, targets, segments, positions = [], [], [], []
+    tokens: list[int] = []
+    targets: list[int] = []
+    segments: list[int] = []
+    positions: list[int] = []
     first = num_prompt_tokens - 1 + rope_delta
     for index, response in enumerate(responses):
         tokens += [last_prompt_token, *response[:-1]]

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.files import read_json, write_atomic
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.runtime.executor.schedules import schedule_from
-from rollplex_cli.runtime.seeds import derive_seed
 from rollplex_cli.runtime.step import run_step
 
 if TYPE_CHECKING:
+    from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.executor.schedules import Schedule
-    from rollplex_cli.runtime.rank import Rank
 
 NUM_WARM_UP_PAIRS = 1
 
@@ -81,7 +81,10 @@ def _result(rank: Rank, rows: dict[str, list[dict[str, Any]]], request: dict[str
         "pairs": len(rows[own]),
         "commit": _first_line(rank, "git"),
         "command": _first_line(rank, "command"),
-        "raw": {name: [{"step_s": r["step_s"], "phase_s": r["phase_s"]} for r in own_rows] for name, own_rows in rows.items()},
+        "raw": {
+            name: [{"step_s": r["step_s"], "phase_s": r["phase_s"]} for r in own_rows]
+            for name, own_rows in rows.items()
+        },
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.engines.rollout.base import SamplingSettings
 from rollplex_cli.engines.trainer.optimizer import AdamWSettings
@@ -22,7 +23,6 @@ from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.rl.rewards import score
 from rollplex_cli.runtime.evaluate import answer_all
-from rollplex_cli.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -117,7 +117,10 @@ class ColdStart:
         settings, rollout = self._settings, self._profile.rollout
         tests = self._tests[: settings.test_clips]
         seeds = [
-            [derive_seed(self._profile.runtime.seed, "cold_start_test", step, i, n) for n in range(settings.test_samples)]
+            [
+                derive_seed(self._profile.runtime.seed, "cold_start_test", step, i, n)
+                for n in range(settings.test_samples)
+            ]
             for i in range(len(tests))
         ]
         sampling = SamplingSettings(max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature)

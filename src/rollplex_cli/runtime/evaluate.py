@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rollplex_cli.data.types import Sample
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.rollout.base import Response, RolloutEngine
-    from rollplex_cli.runtime.rank import Rank
+    from rollplex_cli.runtime.assembly.rank import Rank
 
 
 def answer_all(

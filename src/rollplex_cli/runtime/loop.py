@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.core.names import TaskKey
-    from rollplex_cli.runtime.rank import Rank
+    from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.step import StepResult
 
 

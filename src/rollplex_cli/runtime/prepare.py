@@ -90,7 +90,7 @@ def _cold_start(run: RunFolder, profile: Profile, task: Task, raw: Path) -> None
 
     from rollplex_cli.core.events import EventWriter
     from rollplex_cli.engines.weights.export import save_hf
-    from rollplex_cli.runtime.build_rollout import build_rollout, media_tokens_of, open_single_rank
+    from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of, open_single_rank
     from rollplex_cli.runtime.cold_start import ColdStart
 
     # One process does alone here what two lanes share later.

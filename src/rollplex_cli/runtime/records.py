@@ -28,6 +28,10 @@ class GroupRecord:
     diff_sum: float = 0.0
     """Sum of |rollout log-prob - trainer log-prob| of the same tokens."""
     diff_max: float = 0.0
+    sampled_logprobs: list[float] = field(default_factory=list)
+    """The rollout's log-probs of the response tokens, response by response."""
+    trainer_logprobs: list[float] = field(default_factory=list)
+    """The trainer's, of the same tokens."""
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +85,20 @@ class StepSums:
 
     def add(self, other: StepSums) -> None:
         """Take in another rank."""
-        for name in ("num_groups", "num_responses", "num_tokens", "reward_sum", "reward_square_sum",
-                     "num_nonzero_rewards", "zero_variance", "loss_sum", "kl_sum", "clipped_sum", "neg_logprob_sum",
-                     "diff_sum"):
+        for name in (
+            "num_groups",
+            "num_responses",
+            "num_tokens",
+            "reward_sum",
+            "reward_square_sum",
+            "num_nonzero_rewards",
+            "zero_variance",
+            "loss_sum",
+            "kl_sum",
+            "clipped_sum",
+            "neg_logprob_sum",
+            "diff_sum",
+        ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.diff_max = max(self.diff_max, other.diff_max)
         for name, value in other.parts.items():

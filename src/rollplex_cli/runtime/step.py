@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.executor.schedules import Schedule
-    from rollplex_cli.runtime.rank import Rank
 
 SHUT_DOWN_S = 20.0
 """How long lanes get to notice that a step was stopped."""

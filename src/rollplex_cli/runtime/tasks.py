@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,13 +10,13 @@ import torch
 
 from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.core.names import Lane, TaskKey, TaskKind
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
 from rollplex_cli.rl.advantages import group_advantages
 from rollplex_cli.rl.losses import LossResult, LossSettings, policy_loss
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.rl.rewards import score
 from rollplex_cli.runtime.records import GroupRecord
-from rollplex_cli.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -154,7 +155,8 @@ class StepTasks:
         record = self.records[result.group]
         record.lengths = [len(r.token_ids) for r in result.responses]
         record.finish = [r.finish_reason for r in result.responses]
-        record.neg_logprob_sum = -sum(sum(r.logprobs) for r in result.responses)
+        record.sampled_logprobs = [x for r in result.responses for x in r.logprobs]
+        record.neg_logprob_sum = -sum(record.sampled_logprobs)
         self._store.put("responses", result, key)
         self._events.record(
             TaskKind.DECODE,
@@ -169,7 +171,7 @@ class StepTasks:
             cached_tokens=sum(r.cached_tokens for r in result.responses),
         )
 
-    def _publish(self, key: TaskKey) -> None:
+    def _publish(self, _key: TaskKey) -> None:
         self._engines.rollout.publish()
 
     # ---- host lane ---------------------------------------------------------------------------------------
@@ -212,7 +214,7 @@ class StepTasks:
         reference: torch.Tensor | None = None
         with self._store.lease("actor_boundary", key) as state, self._store.lease("responses", key) as result:
             packed = self._pack(key.group, result)
-            sampled = torch.tensor([x for r in result.responses for x in r.logprobs], dtype=torch.float32)
+            sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
             old = sampled if self._profile.algorithm.old_logprobs == "rollout" else None
             with self._store.lease("advantages", key) as advantages:
                 if self._engines.reference is not None:
@@ -223,14 +225,16 @@ class StepTasks:
                     return policy_loss(logprobs, old, advantages, reference, packed.lengths, self._loss_settings)
 
                 outcome = self._engines.actor.suffix(state, packed, loss)
-        difference = (outcome.logprobs.detach().float().cpu() - sampled).abs()
+        trained = outcome.logprobs.float().cpu()
+        record.trainer_logprobs = trained.tolist()
+        difference = (trained - sampled).abs()
         record.diff_sum, record.diff_max = float(difference.sum()), float(difference.max())
         record.loss_sum = float(outcome.loss)
         record.kl_sum, record.clipped_sum = float(outcome.metrics["kl"]), float(outcome.metrics["clipped"])
-        if not (abs(record.loss_sum) < float("inf") and record.diff_max < float("inf")):
+        if not math.isfinite(record.diff_max):
             raise NonFiniteError(
-                f"loss of sample `{record.sample_id}` is not finite in step {self._step}: {record.loss_sum}",
-                hint="nothing was updated; the last checkpoint is good",
+                f"a log-prob of sample `{record.sample_id}` is not finite in step {self._step}",
+                hint="nothing was updated in this step; the last checkpoint is good",
             )
         return _fence()
 

@@ -21,7 +21,7 @@ from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import failed_rank, write_status
 
 if TYPE_CHECKING:
-    from rollplex_cli.runtime.control import Control
+    from rollplex_cli.runtime.control.control import Control
 
 log = logging.getLogger("rollplex.worker")
 
@@ -57,8 +57,8 @@ class _Session:
     def run(self) -> None:
         """Build the rank and do its work: a training run, or the benchmark whose request lies in the run folder."""
         # Heavy imports come after the log is redirected: what they print belongs there.
+        from rollplex_cli.runtime.assembly.build import open_control, open_rank
         from rollplex_cli.runtime.bench import run_bench
-        from rollplex_cli.runtime.build import open_control, open_rank
         from rollplex_cli.runtime.loop import Run
 
         control, machine = self._stack.enter_context(open_control(self._run, self._rank))

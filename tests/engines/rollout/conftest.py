@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +67,13 @@ class RolloutKit:
         logits = logits[prompt.num_tokens - 1 : -1].float() / temperature
         logits[:, list(BANNED)] = -torch.inf
         return torch.log_softmax(logits, dim=-1)
+
+    @staticmethod
+    def on(prompt: PromptInput, device: str) -> PromptInput:
+        """`prompt` with its tensors on `device`."""
+        media = tuple(dataclasses.replace(m, patches=m.patches.to(device)) for m in prompt.prompt.media)
+        moved = dataclasses.replace(prompt.prompt, media=media)
+        return dataclasses.replace(prompt, prompt=moved, position_ids=prompt.position_ids.to(device))
 
     @staticmethod
     def reference_logprobs(

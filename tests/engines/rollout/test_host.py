@@ -54,7 +54,7 @@ def test_the_contract_imports_no_engine() -> None:
 def test_hosting_is_silent_and_patches_find_their_names() -> None:
     """In a fresh interpreter: nothing on stdout or stderr, no thread, no handler; every patch applies."""
     code = """
-import logging, signal, sys, threading
+import importlib, logging, signal, sys, threading
 before = [signal.getsignal(s) for s in range(1, 32)]
 from rollplex_cli.engines.rollout import host
 host.import_sglang("cpu")
@@ -62,6 +62,12 @@ from rollplex_cli.engines.rollout import patches
 patches.apply("cpu")
 patches.apply("cpu")
 assert patches._applied == {p.target for p in patches.PATCHES if "cpu" in p.devices}
+for patch in patches.PATCHES:  # those of the other device name things that exist, too
+    module, _, path = patch.target.partition(":")
+    owner = importlib.import_module(module)
+    for name in path.split("."):
+        owner = getattr(owner, name)
+    assert patch.reason
 assert threading.active_count() == 1
 assert not logging.getLogger().handlers
 assert before == [signal.getsignal(s) for s in range(1, 32)]

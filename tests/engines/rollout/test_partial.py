@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -174,3 +175,38 @@ def test_publish_drops_everything_computed_under_old_weights(
     assert largest_difference() > 1e-3
     engine.publish()
     assert largest_difference() < 1e-5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_sequence_of_calls_keeps_tokens_and_slots(engine: SglangRollout, kit: Any, tiny: Any, seed: int) -> None:
+    """Submit, step, abort, pause and publish in random order: prefixes of the undisturbed tokens, no slot lost."""
+    shapes = [(2, 4, 4), (1, 4, 8), (8, 8, 8), (36, 8, 8)]
+    requests = {i: kit.request(i, tiny.video_prompt(i, grid_thw=shapes[i % 4]), limits=(9, 1 + i, 4)) for i in range(8)}
+    expected = {i: kit.tokens(r) for i, r in kit.roll_out(engine, list(requests.values())).items()}
+    engine.publish()
+    engine.begin_step()
+    choose = random.Random(seed)
+    waiting, results = list(requests), {}
+    while waiting or engine.has_work():
+        call = choose.choice(["submit", "step", "step", "step", "abort", "pause", "publish"])
+        live = [i for i in requests if i not in waiting and i not in results]
+        finished = []
+        if call == "submit" and waiting:
+            engine.submit([requests[waiting.pop(choose.randrange(len(waiting)))]])
+        elif call == "step":
+            finished = engine.step()
+        elif call == "abort" and live and choose.random() < 0.3:
+            finished = engine.abort([choose.choice(live)])
+        elif call == "pause":
+            engine.pause()
+        elif call == "publish":
+            engine.pause()
+            engine.publish()
+        results.update({r.group: r for r in finished})
+    engine.begin_step()
+    assert sorted(results) == sorted(requests)
+    for i, result in results.items():
+        for response, whole in zip(result.responses, expected[i], strict=True):
+            assert response.token_ids == whole[: len(response.token_ids)]
+            assert response.finish_reason == ("length" if response.token_ids == whole else "abort")
+            assert list(response.weight_versions) == sorted(response.weight_versions)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import random
 import signal
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,6 +127,17 @@ def test_weights_and_pool_in_foreign_memory(tiny_checkpoint: Path, kit: Any, tin
         assert kit.roll_out(engine, requests)[0].responses[0].logprobs == expected[0].responses[0].logprobs
     finally:
         engine.close()
+
+
+def test_close_frees_weights_and_pool(tiny_checkpoint: Path, kit: Any, tiny: Any) -> None:
+    engine = SglangRollout(options(tiny_checkpoint))
+    kit.roll_out(engine, [kit.request(0, tiny.video_prompt(0))])
+    runner = engine._scheduler.tp_worker.model_runner
+    held = [weakref.ref(o) for o in (engine._scheduler, runner, runner.model, runner.token_to_kv_pool)]
+    del runner
+    engine.close()
+    gc.collect()
+    assert [ref() for ref in held] == [None] * 4
 
 
 def test_a_wrong_rebind_is_refused_and_leaves_no_engine(tiny_checkpoint: Path) -> None:

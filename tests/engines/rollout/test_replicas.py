@@ -1,4 +1,4 @@
-"""Two replicas of one rank each, on one gloo default group."""
+"""Two ranks of one gloo default group, as two replicas and as one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 
 rank, folder, checkpoint, conftest = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+replicas = json.loads(sys.argv[5])
 torch.set_num_threads(1)
 spec = importlib.util.spec_from_file_location("tiny", conftest)
 tiny = importlib.util.module_from_spec(spec)
@@ -25,7 +27,8 @@ from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
 from rollplex_cli.engines.rollout.engine import SglangRollout
 
-engine = SglangRollout(RolloutOptions(model_dir=checkpoint, kv_tokens=2048))
+engine = SglangRollout(RolloutOptions(
+    model_dir=checkpoint, kv_tokens=2048, replicas=tuple(map(tuple, replicas))))
 
 def roll_out(seeds, length):
     settings = SamplingSettings(max_new_tokens=length, temperature=1.0, ignore_eos=True)
@@ -37,8 +40,9 @@ def roll_out(seeds, length):
     engine.publish()
     return results[0]
 
-for _ in range(1 + 2 * rank):  # the replicas take different numbers of steps
-    roll_out((9, 10), 3 + 5 * rank)
+own = rank if len(replicas) == 2 else 0
+for _ in range(1 + 2 * own):  # replicas take different numbers of steps
+    roll_out((9, 10), 3 + 5 * own)
 common = roll_out((1, 2, 3), 6)
 total = torch.ones(1)
 dist.all_reduce(total)  # the default group is still the whole world
@@ -51,12 +55,13 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.scenario
-def test_two_replicas_agree_and_are_independent(tmp_path: Path, tiny_checkpoint: Path) -> None:
+def run(folder: Path, checkpoint: Path, replicas: str) -> list[dict[str, Any]]:
+    """The script on two ranks; what each wrote."""
     conftest = str(Path(__file__).parents[1] / "conftest.py")
+    folder.mkdir()
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(tmp_path), str(tiny_checkpoint), conftest],
+            [sys.executable, "-c", SCRIPT, str(rank), str(folder), str(checkpoint), conftest, replicas],
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -68,7 +73,17 @@ def test_two_replicas_agree_and_are_independent(tmp_path: Path, tiny_checkpoint:
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["total"] == second["total"] == 2
-    assert first["tokens"] == second["tokens"]
-    assert first["logprobs"] == second["logprobs"]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.scenario
+def test_replicas_agree_and_are_independent(tmp_path: Path, tiny_checkpoint: Path) -> None:
+    """Two replicas of one rank, then one of two ranks: the same tokens."""
+    apart = run(tmp_path / "apart", tiny_checkpoint, "[[0], [1]]")
+    assert apart[0] == apart[1]
+    assert apart[0]["total"] == 2
+    sharded = run(tmp_path / "sharded", tiny_checkpoint, "[[0, 1]]")
+    assert sharded[0] == sharded[1]
+    assert sharded[0]["tokens"] == apart[0]["tokens"]
+    for one, two in zip(sharded[0]["logprobs"], apart[0]["logprobs"], strict=True):
+        assert one == pytest.approx(two, abs=1e-5)

@@ -59,11 +59,11 @@ def part(name: str) -> str:
 
 
 CASES = {
-    "one-response": (VIDEO_GRIDS, [5]),
+    "one-response": (VIDEO_GRIDS, [12]),
     "three-unequal": (VIDEO_GRIDS, [5, 1, 7]),
     "eight": (VIDEO_GRIDS, [6, 6, 2, 6, 1, 6, 8, 6]),
     "single-token": (VIDEO_GRIDS, [1]),
-    "text-only": ([], [4, 6]),
+    "text-only": ([], [14, 9, 20, 6]),
     "two-videos": ([(2, 8, 8), (3, 4, 12)], [3, 5]),
 }
 
@@ -80,8 +80,10 @@ def test_split_gradient_is_the_full_sequence_gradient(tiny: Any, case: str, dtyp
     assert (logprobs - full_logprobs).abs().max() < limit * 10
     assert set(split) == set(full)
     seen = set()
+    # Absolute, or relative to the largest gradient where that is above one.
+    scale = max(1.0, *(float(gradient.abs().max()) for gradient in full.values()))
     for name, expected in full.items():
-        assert (split[name] - expected).abs().max() < limit, name
+        assert (split[name] - expected).abs().max() < limit * scale, name
         assert expected.abs().max() > 0, name
         seen.add(part(name))
     assert seen == ({"language"} if not grids else {"language", "projector", "vision"})

@@ -3,6 +3,7 @@ device."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -52,8 +53,10 @@ class RolloutOptions:
     """Places every parameter elsewhere, before the KV pool and the decode graphs exist."""
     kv_buffers: KvBuffers | None = None
     """Places the KV pool."""
-    capture_stream: torch.cuda.Stream | None = None
-    """CUDA: decode graphs are captured on it, which gives their kernels its priority."""
+    stream: torch.cuda.Stream | None = None
+    """CUDA: everything runs on it. Decode graphs are captured on it, which gives their kernels its priority."""
+    memory_fraction: float = 0.9
+    """CUDA: share of the device that SGLang may count on; `kv_tokens` above what fits in it is an error."""
 
 
 def server_args(options: RolloutOptions, tp_size: int) -> Any:
@@ -68,6 +71,7 @@ def server_args(options: RolloutOptions, tp_size: int) -> Any:
         "device": options.device,
         "tp_size": tp_size,
         "random_seed": options.seed,
+        "context_length": _context_length(options),
         "max_running_requests": options.max_running_requests,
         "max_total_tokens": options.kv_tokens,
         "chunked_prefill_size": options.chunked_prefill_tokens,
@@ -85,12 +89,19 @@ def server_args(options: RolloutOptions, tp_size: int) -> Any:
         "soft_watchdog_timeout": None,
         "enable_metrics": False,
         "log_level": "warning",
-        "mem_fraction_static": 0.8,
+        "mem_fraction_static": options.memory_fraction,
     }
     args = ServerArgs(**common, **(_cpu_args() if options.device == "cpu" else _cuda_args(options)))
     # The constructor would force PyTorch's sampler on the CPU.
     args.override("rollplex", sampling_backend=SAMPLING_BACKEND)
     return args
+
+
+def _context_length(options: RolloutOptions) -> int | None:
+    """No sequence is longer than the pool, and SGLang keeps a table of [max_running_requests, this]."""
+    config = json.loads((options.model_dir / "config.json").read_text())
+    limit = config.get("text_config", config).get("max_position_embeddings", config.get("max_position_embeddings"))
+    return None if limit is None else min(int(limit), options.kv_tokens)
 
 
 def _cpu_args() -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import random
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from rollplex_cli.engines.rollout.scheduler import HostedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from rollplex_cli.engines.rollout.args import RolloutOptions
@@ -57,9 +58,9 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
     sampling.register((image, video))
     patches.hooks.replicas = replicas
     patches.hooks.kv_buffers = options.kv_buffers
-    patches.hooks.capture_stream = options.capture_stream
+    patches.hooks.capture_stream = options.stream
     try:
-        with _untouched(), torch.no_grad():
+        with _untouched(), torch.no_grad(), on_stream(options):
             args = server_args(options, len(replicas[0]))
             built = HostedScheduler(args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind)
     except BaseException:
@@ -67,6 +68,8 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
         raise
     finally:
         patches.hooks = patches.Hooks()
+    if options.stream is not None:
+        options.stream.synchronize()  # whoever reads the weights next does so on another stream
     mm_utils.init_mm_embedding_cache(options.vision_cache_mib * 2**20)
     return Built(
         scheduler=built,
@@ -76,6 +79,17 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
         # SGLang keeps 5 tokens of the pool or context free of prompt and admits strictly less than the pool.
         capacity=built.max_req_len - 6,
     )
+
+
+def on_stream(options: RolloutOptions) -> AbstractContextManager[Any]:
+    """Makes the device and stream of `options` current in this thread, where there are any."""
+    if options.device == "cpu":
+        return nullcontext()
+    stack = ExitStack()
+    stack.enter_context(torch.cuda.device(options.gpu_index))
+    if options.stream is not None:
+        stack.enter_context(torch.cuda.stream(options.stream))
+    return stack
 
 
 def release() -> None:

@@ -7,37 +7,56 @@ is the same whoever else is in the batch.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
-_LOW32 = 0xFFFFFFFF
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
 
-def _mix32(x: torch.Tensor) -> torch.Tensor:
-    """A bijection of 32-bit integers with good avalanche, on int64 tensors holding values in [0, 2^32).
+def _int32(constant: int) -> int:
+    """An unsigned 32-bit constant as the signed one of the same bits."""
+    return constant - (1 << 32) if constant >= 1 << 31 else constant
+
+
+def _mix_(x: torch.Tensor) -> torch.Tensor:
+    """Mix int32 in place: a bijection with good avalanche. Products wrap; shifts are made logical by a mask.
 
     Constants: C. Wellons' search for low-bias integer hashes (`lowbias32`).
     """
-    x = x ^ (x >> 16)
-    x = (x * 0x7FEB352D) & _LOW32
-    x = x ^ (x >> 15)
-    x = (x * 0x846CA68B) & _LOW32
-    return x ^ (x >> 16)
+    x ^= (x >> 16) & 0xFFFF
+    x *= _int32(0x7FEB352D)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _int32(0x846CA68B)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+@lru_cache(maxsize=8)
+def _token_bits(num_tokens: int, device: torch.device) -> torch.Tensor:
+    """One well-mixed int32 per token id, [num_tokens]."""
+    ids = torch.arange(num_tokens, dtype=torch.int32, device=device)
+    return _mix_(ids * _int32(0x9E3779B1) + _int32(0x85EBCA6B))
 
 
 def exponentials(seeds: torch.Tensor, positions: torch.Tensor, num_tokens: int) -> torch.Tensor:
     """Exp(1) noise [n, num_tokens] float32 for rows of (seed, position), each int64 [n].
 
-    A value depends on its seed, position and token id only. 32 random bits per value.
+    A value depends on its seed, position and token id only. 31 random bits per value.
     """
-    row = _mix32((seeds & _LOW32) ^ 0x9E3779B9)
-    row = _mix32(row ^ ((seeds >> 32) & _LOW32))
-    row = _mix32((row + positions) & _LOW32)
-    tokens = torch.arange(num_tokens, dtype=torch.int64, device=seeds.device)
-    # Two rounds keyed by the row: one alone would make rows shifted copies of one another.
-    bits = _mix32(_mix32((row.unsqueeze(1) + tokens.unsqueeze(0) * 0x9E3779B1) & _LOW32) ^ row.unsqueeze(1))
-    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
-    return torch.log1p(uniform.neg_()).neg_()
+    row = _mix_(_low32(seeds) ^ _int32(0x9E3779B9))
+    row = _mix_(row ^ _low32(seeds >> 32))
+    row = _mix_(row + _low32(positions))
+    # Token ids are mixed before they meet the row: rows must not be shifted copies of one another.
+    bits = _mix_(_token_bits(num_tokens, seeds.device).unsqueeze(0) ^ row.unsqueeze(1))
+    bits &= 0x7FFFFFFF
+    uniform = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_()
+
+
+def _low32(x: torch.Tensor) -> torch.Tensor:
+    low = x & 0xFFFFFFFF
+    return torch.where(low >= 1 << 31, low - (1 << 32), low).to(torch.int32)
 
 
 def restrict(logprobs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:

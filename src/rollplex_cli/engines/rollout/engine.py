@@ -6,7 +6,8 @@ import gc
 import math
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,29 @@ from rollplex_cli.engines.rollout import host
 from rollplex_cli.engines.rollout.base import GroupResult, Response
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollplex_cli.engines.rollout.args import RolloutOptions
-    from rollplex_cli.engines.rollout.base import GroupRequest
+    from rollplex_cli.engines.rollout.base import GroupRequest, RolloutEngine
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _engine_call(method: Callable[Concatenate[SglangRollout, P], R]) -> Callable[Concatenate[SglangRollout, P], R]:
+    """A call of an open engine, from its own thread, with its device and stream current."""
+
+    @wraps(method)
+    def call(self: SglangRollout, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._closed:
+            raise ValueError("the rollout engine is closed")
+        if threading.get_ident() != self._thread:
+            raise ValueError("the rollout engine was called from a thread that did not construct it")
+        with self._enter():
+            return method(self, *args, **kwargs)
+
+    return call
 
 
 @dataclass(slots=True)
@@ -68,6 +88,7 @@ class SglangRollout:
 
         self._thread = threading.get_ident()
         self._closed = False
+        self._enter = partial(build.on_stream, options)
         built = build.scheduler(options, replicas, tp_rank)
         SglangRollout._alive = True
         self._scheduler: Any = built.scheduler
@@ -98,26 +119,26 @@ class SglangRollout:
         """Prompt plus response tokens that one response may have."""
         return self._capacity
 
+    @_engine_call
     def parameters(self) -> dict[str, torch.Tensor]:
         """The engine's own parameter tensors by SGLang name. Writing through them changes the model."""
-        self._check_call()
         return {name: parameter.data for name, parameter in self._scheduler.model.named_parameters()}
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
+    @_engine_call
     def begin_step(self) -> None:
         """Reset the logical clock; the engine must be idle. Checks that no KV slot was lost."""
-        self._check_call()
         if self.has_work():
             raise ValueError("`begin_step` needs an idle engine")
         self._scheduler.check_idle()
         self._steps = 0
 
+    @_engine_call
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. Raises UsageError for a request that can never run; then none of `requests` is queued."""
         from rollplex_cli.engines.rollout import requests as conversion
 
-        self._check_call()
         conversion.check(requests, set(self._groups))
         groups = [
             conversion.GroupInputs(r, image_token_id=self._image_token_id, video_token_id=self._video_token_id)
@@ -131,9 +152,9 @@ class SglangRollout:
             self._groups[group] = _Group(inputs, tracks)
             self._start(tracks[0], inputs)
 
+    @_engine_call
     def step(self) -> list[GroupResult]:
         """One scheduler step (a prefill or a decode); returns groups completed by it, ordered by group id."""
-        self._check_call()
         self._steps += 1
         if not self._groups:
             return []
@@ -160,12 +181,12 @@ class SglangRollout:
         """True while any submitted request is unfinished."""
         return bool(self._groups)
 
+    @_engine_call
     def abort(self, groups: Sequence[int] | None = None) -> list[GroupResult]:
         """Stop the groups named (all, if None); returns them with the partial responses so far.
 
         A response that never started has no tokens. Raises ValueError for an unknown group.
         """
-        self._check_call()
         chosen = list(self._groups) if groups is None else list(groups)
         unknown = [g for g in chosen if g not in self._groups]
         if unknown:
@@ -183,17 +204,17 @@ class SglangRollout:
             self._scheduler.settle()
         return results
 
+    @_engine_call
     def pause(self) -> None:
         """Give back the KV of running requests, keeping their tokens and log-probs; `step` resumes them."""
-        self._check_call()
         self._scheduler.retract_running()
 
+    @_engine_call
     def publish(self) -> None:
         """The weights were rewritten in place: drop every cache computed under the old ones.
 
         Raises ValueError while requests hold KV: `pause` first.
         """
-        self._check_call()
         if self._scheduler.holds_kv:
             raise ValueError("`publish` needs an idle or paused engine")
         self._scheduler.flush()
@@ -203,9 +224,11 @@ class SglangRollout:
 
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards; a second call does nothing."""
-        if self._closed:
-            return
-        self._check_call()
+        if not self._closed:
+            self._close()
+
+    @_engine_call
+    def _close(self) -> None:
         from rollplex_cli.engines.rollout import build
 
         self._closed = True
@@ -217,12 +240,6 @@ class SglangRollout:
         gc.collect()
 
     # -- inside ---------------------------------------------------------------------------------------------------
-
-    def _check_call(self) -> None:
-        if self._closed:
-            raise ValueError("the rollout engine is closed")
-        if threading.get_ident() != self._thread:
-            raise ValueError("the rollout engine was called from a thread that did not construct it")
 
     def _check_fits(self, inputs: Any) -> None:
         prompt = inputs.request.input.num_tokens
@@ -305,3 +322,7 @@ def _replica_layout(options: RolloutOptions) -> tuple[tuple[tuple[int, ...], ...
         raise ValueError(f"replicas must have equal sizes, got: {replicas}")
     own = next(ranks for ranks in replicas if rank in ranks)
     return replicas, own.index(rank)
+
+
+if TYPE_CHECKING:
+    _conforms: type[RolloutEngine] = SglangRollout

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +18,6 @@ from tqdm import tqdm
 from rollplex_cli.engines.rollout import attention, host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rollplex_cli.engines.rollout.args import KvBuffers
     from rollplex_cli.engines.rollout.host import Device
 
@@ -74,6 +73,10 @@ def _create_scheduler_watchdog(*_args: Any, **_kwargs: Any) -> _NoWatchdog:
     return _NoWatchdog()
 
 
+def _no_threads_binding(*_args: Any, **_kwargs: Any) -> None:
+    """Threads stay where the process put them."""
+
+
 def _create_buffers_normal(self: Any) -> None:
     """KV buffers from `hooks.kv_buffers`, or SGLang's own where there is none."""
     if hooks.kv_buffers is None:
@@ -81,6 +84,20 @@ def _create_buffers_normal(self: Any) -> None:
         return
     k_shape, v_shape = self._kv_buffer_shapes()
     self.k_buffer, self.v_buffer = hooks.kv_buffers(tuple(k_shape), tuple(v_shape), self.store_dtype, self.layer_num)
+
+
+def _prompt_is_cached(req: Any) -> bool:
+    """True where the prefix cache holds all of a prompt that its siblings will look up."""
+    return bool(req.cache_protected_len >= len(req.origin_input_ids) - 1)
+
+
+def _maybe_cache_unfinished_req(req: Any, tree_cache: Any, **kwargs: Any) -> None:
+    if not _prompt_is_cached(req):
+        _originals["cache_unfinished"](req, tree_cache, **kwargs)
+
+
+def _release_kv_cache(req: Any, tree_cache: Any, is_insert: bool = True) -> None:
+    _originals["release_kv_cache"](req, tree_cache, is_insert=is_insert and not _prompt_is_cached(req))
 
 
 def _graph_capture(stream: Any = None) -> Any:
@@ -100,7 +117,7 @@ class Patch:
     """One replaced name: `target` is `module:attribute` or `module:Class.attribute`."""
 
     target: str
-    replacement: Callable[..., Any]
+    replacement: Any
     reason: str
     devices: tuple[Device, ...] = ("cpu", "cuda")
     keep_as: str | None = None
@@ -124,9 +141,33 @@ PATCHES: tuple[Patch, ...] = (
         "upstream's watchdog sends SIGQUIT to the parent when stepping pauses, as it does while training",
     ),
     Patch(
+        "sglang.srt.managers.scheduler_components.batch_result_processor:maybe_cache_unfinished_req",
+        _maybe_cache_unfinished_req,
+        "prompts are looked up again, responses never: inserting each costs Python time and holds their KV",
+        keep_as="cache_unfinished",
+    ),
+    Patch(
+        "sglang.srt.managers.scheduler_components.batch_result_processor:release_kv_cache",
+        _release_kv_cache,
+        "the same for finished responses",
+        keep_as="release_kv_cache",
+    ),
+    Patch(
         "sglang.srt.model_loader.weight_utils:tqdm",
         _QuietTqdm,
         "progress bars of a library do not belong on the user's terminal",
+    ),
+    Patch(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner:tqdm",
+        SimpleNamespace(tqdm=_QuietTqdm),
+        "the same while graphs are captured",
+        devices=("cuda",),
+    ),
+    Patch(
+        "sglang.srt.utils.numa_utils:init_threads_binding",
+        _no_threads_binding,
+        "upstream refuses more ranks than the machine has NUMA nodes",
+        devices=("cpu",),
     ),
     Patch(
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal",

@@ -59,7 +59,7 @@ class SeededSampler(Sampler):
         return tokens
 
     def _logprobs(self, logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
-        scaled = logits.float() / temperatures
+        scaled = logits.float().div_(temperatures)
         if self._banned:
             if self._banned_index is None or self._banned_index.device != scaled.device:
                 self._banned_index = torch.tensor(self._banned, dtype=torch.int64, device=scaled.device)

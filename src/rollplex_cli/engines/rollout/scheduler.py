@@ -113,11 +113,10 @@ class HostedScheduler(Scheduler):
         """End an unfinished request between two steps, giving back its KV. Its tokens stay readable on it."""
         if any(queued is req for queued in self.waiting_queue):
             self.waiting_queue = [queued for queued in self.waiting_queue if queued is not req]
-        elif req is self.chunked_req:
-            self.chunked_req = None
-            release_kv_cache(req, self.tree_cache, is_insert=False)
         else:
-            release_kv_cache(req, self.tree_cache)
+            if req is self.chunked_req:
+                self.chunked_req = None
+            release_kv_cache(req, self.tree_cache, is_insert=False)
         req.finished_reason = FINISH_ABORT()
 
     def settle(self) -> None:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.model.attention import Attention
-    from rollplex_cli.engines.trainer.model.language import Rope
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
+    from rollplex_cli.engines.trainer.model.primitives import Angles
     from rollplex_cli.rl.packing import PackedSuffix
 
 PrefixMode = Literal["keep", "host", "recompute", "none"]
@@ -230,7 +230,7 @@ class SplitModel:
         stages += [self._layer_stage(index, angles, index == last) for index in range(last + 1)]
         return stages
 
-    def _layer_stage(self, index: int, angles: Rope, last: bool) -> Callable[[torch.Tensor | None], Stage]:
+    def _layer_stage(self, index: int, angles: Angles, last: bool) -> Callable[[torch.Tensor | None], Stage]:
         layer, sizes = self.weights.layers[index], self.weights.text_sizes
 
         def run(hidden: torch.Tensor | None) -> Stage:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.weights.names import is_padded_vision_mlp
-from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config
+from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,8 @@ def save_hf(hf_model: Any, directory: Path, source_dir: Path) -> None:
     partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        shell.save_pretrained(partial, state_dict=state)
+        with quiet_transformers():
+            shell.save_pretrained(partial, state_dict=state)
         _copy_companions(source_dir, partial)
         _sync(partial)
         partial.rename(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 VISION_MLP_MULTIPLE = 8
@@ -64,5 +66,20 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     load_config(model_dir)
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    with quiet_transformers():
+        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
     return model.eval()
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers inside: they would run through the caller's own display."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

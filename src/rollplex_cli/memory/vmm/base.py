@@ -75,7 +75,7 @@ class MemoryDriver(Protocol):
     """The primitives of one device. Addresses and sizes are bytes, multiples of `granularity`.
 
     Every method either does the whole operation or raises and does none of it. Methods may be called from any thread,
-    one at a time.
+    one at a time; `pin` and `unpin` also beside others.
     """
 
     @property

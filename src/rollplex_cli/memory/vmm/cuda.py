@@ -103,7 +103,7 @@ class CudaDriver:
             raise DriverCallError("cuMemCreate", self._describe(status))
         return int(handle)
 
-    def release(self, handle: int, size: int) -> None:
+    def release(self, handle: int, size: int) -> None:  # noqa: ARG002 - the driver knows the size
         """See `MemoryDriver.release`."""
         self._call("cuMemRelease", handle)
 

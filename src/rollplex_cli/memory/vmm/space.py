@@ -19,6 +19,7 @@ from rollplex_cli.memory.tensors import num_bytes_of, tensor_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -152,8 +153,13 @@ class VirtualMemory:
         self._lock = threading.RLock()
         self._reservations: set[Reservation] = set()
         self._handles: set[Handle] = set()
+        self._refused: set[Handle] = set()
         # Finalizers run anywhere, also inside of an operation, so they only leave a note here.
         self._dead_tensors: deque[Reservation] = deque()
+
+    def exclusive(self) -> AbstractContextManager[bool]:
+        """The lock of this memory, for a caller whose decision spans several operations. Reentrant."""
+        return self._lock
 
     @property
     def granularity(self) -> int:
@@ -281,9 +287,7 @@ class VirtualMemory:
             end = start + mapping.size
         return covered if covered and end >= offset + size else []
 
-    def _tensor(
-        self, reservation: Reservation, offset: int, shape: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _tensor(self, reservation: Reservation, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with self._lock:
             self._sweep()
             covered = self._covering(reservation, offset, num_bytes_of(shape, dtype)) if offset >= 0 else []
@@ -323,7 +327,9 @@ class VirtualMemory:
         try:
             self.driver.release(handle._raw, handle.size)
         except RollplexError:
+            self._refused.add(handle)
             return
+        self._refused.discard(handle)
         self._handles.discard(handle)
         self.ledger.release(handle)
 
@@ -349,7 +355,7 @@ class VirtualMemory:
             reservation._num_tensors -= 1
             if reservation.closed and not reservation._num_tensors:
                 self._free_retired(reservation)
-        for handle in [handle for handle in self._handles if handle.closed]:
+        for handle in tuple(self._refused):
             self._try_release(handle)
 
     def _free_retired(self, reservation: Reservation) -> None:

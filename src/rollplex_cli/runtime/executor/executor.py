@@ -14,7 +14,7 @@ from rollplex_cli.runtime.executor.order import Action
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from rollplex_cli.core.names import Phase, TaskKind
+    from rollplex_cli.core.names import TaskKind
     from rollplex_cli.runtime.executor.order import OrderChannel
     from rollplex_cli.runtime.executor.phases import PhaseMachine
     from rollplex_cli.runtime.executor.schedules import Schedule

@@ -30,9 +30,7 @@ LANES: dict[TaskKind, Lane] = {
     TaskKind.UPDATE: Lane.TRAINER,
 }
 
-READS_THETA = frozenset(
-    {TaskKind.DECODE, TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD}
-)
+READS_THETA = frozenset({TaskKind.DECODE, TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD})
 """Tasks that read theta_k. The reference has weights of its own."""
 
 

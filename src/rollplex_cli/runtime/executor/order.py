@@ -44,9 +44,7 @@ class OrderChannel:
         self._poll_s = poll_s
         self.is_leader = dist.get_rank() == leader
 
-    def exchange(
-        self, action: Action, key: TaskKey | None, check: Callable[[], None]
-    ) -> tuple[Action, TaskKey | None]:
+    def exchange(self, action: Action, key: TaskKey | None, check: Callable[[], None]) -> tuple[Action, TaskKey | None]:
         """Send (leader) or receive (followers, whose arguments are ignored) one decision.
 
         Raises whatever `check` raises while waiting.

@@ -114,8 +114,4 @@ def _rank(kind: TaskKind) -> int:
 def schedule_from(name: str, *, early_groups: bool, prefixes_in_flight: int) -> Schedule:
     """The schedule a profile names."""
     overlap = name == "rollplex"
-    return Schedule(
-        overlap=overlap, early_groups=early_groups and overlap, prefixes_in_flight=prefixes_in_flight
-    )
-
-
+    return Schedule(overlap=overlap, early_groups=early_groups and overlap, prefixes_in_flight=prefixes_in_flight)

@@ -7,20 +7,20 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from rollplex_cli.engines.trainer.model.primitives import compute_dtype, inverse_frequencies, rms_norm, rotary
+from rollplex_cli.engines.trainer.model.primitives import (
+    Angles,
+    compute_dtype,
+    inverse_frequencies,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollplex_cli.engines.trainer.model.attention import Attention
     from rollplex_cli.engines.trainer.model.parameters import DecoderWeights, ModelWeights, TextSizes
-
-
-class Rope(NamedTuple):
-    """`cos` and `sin` [B, S, 1, head_dim / 2] of every row."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
 
 
 class KeyValue(NamedTuple):
@@ -30,7 +30,7 @@ class KeyValue(NamedTuple):
     values: torch.Tensor
 
 
-def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> Rope:
+def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> Angles:
     """Angles of M-RoPE (Qwen2-VL, section 2.1): each channel pair follows the temporal, row or column position.
 
     `position_ids` [3, B, S] int64.
@@ -39,8 +39,7 @@ def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> Ro
     section = torch.tensor(sizes.mrope_section, device=device)
     axis = torch.repeat_interleave(torch.arange(3, device=device), section)
     positions = position_ids.to(compute_dtype(dtype))[axis].permute(1, 2, 0)
-    angles = positions * inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device)
-    return Rope(angles.cos().unsqueeze(2), angles.sin().unsqueeze(2))
+    return Angles.of(positions * inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device))
 
 
 def embed(
@@ -65,20 +64,21 @@ def embed(
 
 
 def project_qkv(
-    layer: DecoderWeights, sizes: TextSizes, x: torch.Tensor, angles: Rope
+    layer: DecoderWeights, sizes: TextSizes, x: torch.Tensor, angles: Angles
 ) -> tuple[torch.Tensor, KeyValue]:
     """Queries [B, H, S, d] and keys and values of normalised `x` [B, S, hidden]."""
-    batch, rows, _ = x.shape
-    q, k, v = (part.view(batch, rows, -1, sizes.head_dim) for part in layer.qkv(x))
-    q, k = rotary(q, *angles), rotary(k, *angles)
-    return q.transpose(1, 2), KeyValue(k.transpose(1, 2), v.transpose(1, 2))
+    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
+    qkv = layer.qkv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    turned = rotary(qkv, angles, heads + kv_heads).transpose(1, 2)
+    q, k, v = turned.split([heads, kv_heads, kv_heads], dim=1)
+    return q, KeyValue(k, v)
 
 
 def decoder_layer(
     layer: DecoderWeights,
     sizes: TextSizes,
     hidden: torch.Tensor,
-    angles: Rope,
+    angles: Angles,
     attention: Attention,
     *,
     prefix: KeyValue | None = None,
@@ -97,16 +97,16 @@ def decoder_layer(
         values = torch.cat((prefix.values, own.values), dim=2)
         mixed = attention(q, keys, values, bias=bias)
     hidden = hidden + layer.output(mixed)
-    gate, up = layer.gate_up(rms_norm(hidden, layer.post_norm, sizes.norm_eps))
-    return hidden + layer.down(F.silu(gate) * up), own
+    x = rms_norm(hidden, layer.post_norm, sizes.norm_eps)
+    return hidden + layer.down(swiglu(layer.gate_up(x))), own
 
 
-def key_value_only(layer: DecoderWeights, sizes: TextSizes, hidden: torch.Tensor, angles: Rope) -> KeyValue:
+def key_value_only(layer: DecoderWeights, sizes: TextSizes, hidden: torch.Tensor, angles: Angles) -> KeyValue:
     """Keys and values of a layer whose output nobody reads (the last one, on a prefix)."""
     x = rms_norm(hidden, layer.input_norm, sizes.norm_eps)
-    batch, rows, _ = x.shape
-    k, v = (part.view(batch, rows, -1, sizes.head_dim) for part in layer.kv(x))
-    return KeyValue(rotary(k, *angles).transpose(1, 2), v.transpose(1, 2))
+    kv = layer.kv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    k, v = rotary(kv, angles, sizes.num_kv_heads).transpose(1, 2).chunk(2, dim=1)
+    return KeyValue(k, v)
 
 
 def token_logprobs(

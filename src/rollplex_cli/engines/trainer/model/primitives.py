@@ -1,14 +1,14 @@
 """Linear maps, RMS norm and rotary positions.
 
 Whatever the Hugging Face module computes in float32 is computed here in `max(float32, dtype)`, so a float64 model
-is float64 throughout. The two autograd functions exist because their generic gradients cost several times the
+is float64 throughout. The autograd functions exist because their generic gradients cost several times the
 operations: at the sizes of a small model a step is made of dispatch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,17 +54,17 @@ class StackedLinear:
             weight = None
         return cls(parts, weight, bias)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[..., in] -> one [..., out_i] per part."""
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in] -> [..., sum of out_i], the parts' outputs side by side."""
         if self.weight is None:
-            return tuple(part(x) for part in self.parts)
-        sizes = [part.weight.shape[0] for part in self.parts]
+            return torch.cat([part(x) for part in self.parts], dim=-1)
         if not torch.is_grad_enabled():
-            return F.linear(x, self.weight, self.bias).split(sizes, dim=-1)
+            return F.linear(x, self.weight, self.bias)
         weights = [part.weight for part in self.parts]
         biases = [part.bias for part in self.parts]
+        sizes = [weight.shape[0] for weight in weights]
         out: torch.Tensor = _FusedLinear.apply(x, self.weight, self.bias, sizes, *weights, *biases)  # type: ignore[no-untyped-call]
-        return out.split(sizes, dim=-1)
+        return out
 
 
 class _FusedLinear(torch.autograd.Function):
@@ -145,34 +145,85 @@ class _RmsNorm(torch.autograd.Function):
         return x_grad.to(grad.dtype), weight_grad, None
 
 
-def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate channel pairs (i, i + d/2) of `x` [..., heads, d] by the angles of `cos`, `sin` [..., 1, d/2]
-    (Su et al., 2021, in the half-split layout of Qwen)."""
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for [..., 2 * width] with the gate first (Shazeer, 2020)."""
     if not torch.is_grad_enabled():
-        return _rotate(x, cos, sin, 1.0)
-    out: torch.Tensor = _Rotary.apply(x, cos, sin)  # type: ignore[no-untyped-call]
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    out: torch.Tensor = _SwiGlu.apply(gate_up)  # type: ignore[no-untyped-call]
     return out
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
-    low, high = x.to(cos.dtype).chunk(2, dim=-1)
-    first = (low * cos).addcmul_(high, sin, value=-sign)
-    second = (high * cos).addcmul_(low, sin, value=sign)
-    return torch.cat((first, second), dim=-1).to(x.dtype)
+class _SwiGlu(torch.autograd.Function):
+    """Writes both halves of the gradient into one array."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        activated = F.silu(gate)
+        ctx.save_for_backward(gate_up, activated)
+        return activated * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate_up, activated = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, dim=-1)
+        out = torch.empty_like(gate_up)
+        gate_grad, up_grad = out.chunk(2, dim=-1)
+        torch.mul(grads[0], activated, out=up_grad)
+        torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=gate_grad)
+        return out
+
+
+class Angles(NamedTuple):
+    """Rotary angles over whole heads, [..., 1, head_dim]: `cos` of both halves, `sin` with the first half negated."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def of(cls, angles: torch.Tensor) -> Angles:
+        """From angles [..., head_dim / 2] of the channel pairs (i, i + head_dim / 2)."""
+        cos, sin = angles.cos(), angles.sin()
+        return cls(torch.cat((cos, cos), dim=-1).unsqueeze(-2), torch.cat((-sin, sin), dim=-1).unsqueeze(-2))
+
+
+def rotary(x: torch.Tensor, angles: Angles, heads: int) -> torch.Tensor:
+    """Rotate the first `heads` heads of `x` [..., all heads, head_dim]; the others pass through (Su et al., 2021, in
+    the half-split layout of Qwen). Taking queries, keys and values in one array saves their gradients a merge."""
+    if not torch.is_grad_enabled():
+        return _rotate(x, angles, heads, 1.0)
+    out: torch.Tensor = _Rotary.apply(x, *angles, heads)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _rotate(x: torch.Tensor, angles: Angles, heads: int, sign: float) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned = out[..., :heads, :]
+    wide = x[..., :heads, :].to(angles.cos.dtype)
+    low, high = wide.chunk(2, dim=-1)
+    swapped = torch.cat((high, low), dim=-1)
+    if out.dtype == wide.dtype:
+        torch.mul(wide, angles.cos, out=turned)
+        turned.addcmul_(swapped, angles.sin, value=sign)
+    else:
+        turned.copy_((wide * angles.cos).addcmul_(swapped, angles.sin, value=sign))
+    out[..., heads:, :] = x[..., heads:, :]
+    return out
 
 
 class _Rotary(torch.autograd.Function):
     """A rotation's gradient is the rotation by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotate(x, cos, sin, 1.0)
+        ctx.heads = heads
+        return _rotate(x, Angles(cos, sin), heads, 1.0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grads[0], cos, sin, -1.0), None, None
+        return _rotate(grads[0], Angles(*ctx.saved_tensors), ctx.heads, -1.0), None, None, None
 
 
 def inverse_frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

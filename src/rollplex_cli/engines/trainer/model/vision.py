@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from rollplex_cli.engines.trainer.model.primitives import compute_dtype, inverse_frequencies, rms_norm, rotary
+from rollplex_cli.engines.trainer.model.primitives import (
+    Angles,
+    compute_dtype,
+    inverse_frequencies,
+    rms_norm,
+    rotary,
+    swiglu,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,9 +46,8 @@ class Chunks:
 class VisionLayout:
     """Everything about a list of grids that does not depend on weights. Rows are patches in window order."""
 
-    cos: torch.Tensor
-    """[N, 1, head_dim / 2], as `sin`."""
-    sin: torch.Tensor
+    angles: Angles
+    """[N, 1, head_dim]."""
     order: torch.Tensor | None
     """Merged-patch permutation into window order, [N / merge^2] int64; None for the identity."""
     restore: torch.Tensor | None
@@ -63,8 +69,7 @@ def vision_layout(
     identity = bool((order == torch.arange(len(order))).all())
     frame_lengths = [h * w for t, h, w in grids for _ in range(t)]
     return VisionLayout(
-        cos=angles.cos().unsqueeze(1),
-        sin=angles.sin().unsqueeze(1),
+        angles=Angles.of(angles),
         order=None if identity else order.to(device),
         restore=None if identity else torch.argsort(order).to(device),
         windows=_chunks([n * unit for n in window_lengths], device),
@@ -132,17 +137,15 @@ def vision_block(weights: ModelWeights, index: int, hidden: torch.Tensor, layout
     block, sizes = weights.vision.blocks[index], weights.vision_sizes
     chunks = layout.frames if index in sizes.full_attention_blocks else layout.windows
     hidden = hidden + _block_attention(block, sizes, rms_norm(hidden, block.norm1, _NORM_EPS), layout, chunks)
-    gate, up = block.gate_up(rms_norm(hidden, block.norm2, _NORM_EPS))
-    return hidden + block.down(F.silu(gate) * up)
+    return hidden + block.down(swiglu(block.gate_up(rms_norm(hidden, block.norm2, _NORM_EPS))))
 
 
 def _block_attention(
     block: VisionBlockWeights, sizes: VisionSizes, x: torch.Tensor, layout: VisionLayout, chunks: Chunks
 ) -> torch.Tensor:
     rows, heads = x.shape[0], sizes.num_heads
-    qkv = block.qkv(x).view(rows, 3 * heads, sizes.head_dim)
-    qk = rotary(qkv[:, : 2 * heads], layout.cos, layout.sin)
-    q, k, v = qk[:, :heads], qk[:, heads:], qkv[:, 2 * heads :]
+    qkv = rotary(block.qkv(x).view(rows, 3 * heads, sizes.head_dim), layout.angles, 2 * heads)
+    q, k, v = qkv.chunk(3, dim=1)
     outs = []
     for runs, length, index in chunks.groups:
         shape = (runs, length, heads, sizes.head_dim)

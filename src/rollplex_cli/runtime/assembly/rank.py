@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from rollplex_cli.data.loader import PromptCache, PromptLoader
     from rollplex_cli.engines.inputs import MediaTokens
     from rollplex_cli.profile.schema import Profile
-    from rollplex_cli.runtime.control import Control
+    from rollplex_cli.runtime.control.control import Control
+    from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.lanes import LaneThread
-    from rollplex_cli.runtime.peers import Peers
     from rollplex_cli.runtime.tasks import Engines
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.events import EventWriter
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
@@ -22,18 +23,18 @@ from rollplex_cli.engines.trainer.optimizer import AdamWSettings
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.profile.load import load_profile
-from rollplex_cli.runtime.build_rollout import build_rollout, device_of, media_tokens_of
-from rollplex_cli.runtime.control import Control
+from rollplex_cli.runtime.assembly.build_rollout import build_rollout, device_of, media_tokens_of
+from rollplex_cli.runtime.assembly.rank import Rank
+from rollplex_cli.runtime.control.control import Control
+from rollplex_cli.runtime.control.peers import Peers
 from rollplex_cli.runtime.executor.lanes import LaneThread
 from rollplex_cli.runtime.executor.phases import PhaseMachine
-from rollplex_cli.runtime.peers import Peers
-from rollplex_cli.runtime.rank import Rank
-from rollplex_cli.runtime.seeds import derive_seed
 from rollplex_cli.runtime.tasks import Engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
+
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.profile.schema import Profile
 
@@ -46,21 +47,14 @@ def open_control(run: RunFolder, rank: int) -> Iterator[tuple[Control, PhaseMach
     """Process group, peers, signals: what a rank needs before its engines, to fail well while it builds them."""
     profile = load_profile(run.profile)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    store = None
-    if world_size > 1:
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), world_size,
-            is_master=rank == 0 and not _agent_holds_store(), timeout=RENDEZVOUS_TIMEOUT, wait_for_workers=False,
-        )  # fmt: skip
+    store = _connect(rank, world_size) if world_size > 1 else None
     namespace = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     machine = PhaseMachine()
     peers = Peers(store, rank, world_size, namespace)
     control = Control(peers, machine, run.status(rank), profile.runtime.stall_timeout_s)
     control.install_signals()
     control.write("starting")
-    group_store = (
-        dist.PrefixStore(f"rollplex/{namespace}/groups", store.clone()) if store is not None else dist.HashStore()
-    )
+    group_store = _group_store(store, namespace)
     backend = "cpu:gloo,cuda:nccl" if device_of(profile) == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
@@ -151,8 +145,25 @@ def build_trainer(
     return actor, Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned)
 
 
-def _agent_holds_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+# The stores are defined in C++ and missing from the stubs.
+def _connect(rank: int, world_size: int) -> Any:
+    """This rank's connection to the rendezvous store, which torchrun's agent holds if it says so."""
+    held_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    return dist.TCPStore(  # type: ignore[attr-defined]
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        world_size,
+        is_master=rank == 0 and not held_by_agent,
+        timeout=RENDEZVOUS_TIMEOUT,
+        wait_for_workers=False,
+    )
+
+
+def _group_store(store: Any, namespace: str) -> Any:
+    """Where process groups meet; over a connection of its own, since theirs blocks."""
+    if store is None:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"rollplex/{namespace}/groups", store.clone())  # type: ignore[attr-defined]
 
 
 def _set_up_lane(profile: Profile) -> None:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
-from rollplex_cli.runtime.seeds import derive_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
             max_running_requests=profile.rollout.max_running_requests,
             chunked_prefill_tokens=profile.rollout.chunked_prefill_tokens,
             seed=derive_seed(profile.runtime.seed, "engine"),
-            capture_stream=stream,
+            stream=stream,
         )
     )
 
@@ -58,7 +58,7 @@ def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
 @contextlib.contextmanager
 def open_single_rank() -> Iterator[None]:
     """A process group of one rank, for work before the run."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:

@@ -16,9 +16,9 @@ from rollplex_cli.core.status import RankStatus, write_status
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.executor import Executor
     from rollplex_cli.runtime.executor.phases import PhaseMachine
-    from rollplex_cli.runtime.peers import Peers
 
 T = TypeVar("T")
 

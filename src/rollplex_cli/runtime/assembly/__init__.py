@@ -1,0 +1,1 @@
+"""Putting a rank together from a profile."""

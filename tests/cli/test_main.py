@@ -1,0 +1,246 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rollplex_cli.cli import bench, output, train
+from rollplex_cli.cli.main import run
+from rollplex_cli.core.errors import RollplexError, RunFailedError
+
+
+@pytest.fixture(autouse=True)
+def in_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ROLLPLEX_PROFILE", raising=False)
+    monkeypatch.setattr(output, "_json_mode", False)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, list[str]]:
+    out, err = capsys.readouterr()
+    return out, err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "hint"),
+    [
+        (["train", "--nope"], "No such option: --nope", "`rollplex train --help` lists what it takes"),
+        (["nope"], "No such command 'nope'", "`rollplex --help` lists what it takes"),
+        (["report"], "Missing argument", "`rollplex report --help` lists what it takes"),
+        (["bench", "--baseline", "x"], "Invalid value for '--baseline'", "`rollplex bench --help` lists what it takes"),
+    ],
+)
+def test_usage_errors_look_like_all_others(
+    arguments: list[str], message: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments) == 2
+    out, err = lines(capsys)
+    assert out == ""
+    assert err[0].startswith(f"error: {message}")
+    assert not err[0].endswith(".")
+    assert err[1] == f"hint: {hint}"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["profiles"]])
+def test_bare_calls_show_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments) == 0
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_an_error_nobody_foresaw_leaves_a_traceback_in_a_file_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def fail(*_arguments: object) -> None:
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr("rollplex_cli.cli.options.load", fail)
+    assert run(["train"]) == 1
+    _, err = lines(capsys)
+    assert err[0] == "error: unexpected ZeroDivisionError: by zero"
+    path = Path(err[1].split("`")[1])
+    assert "in fail" in path.read_text()
+    assert not any("Traceback" in line for line in err)
+
+
+def test_ctrl_c_outside_a_run_is_75(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollplex_cli.cli.options.load", interrupt)
+    assert run(["train"]) == 75
+    assert lines(capsys)[1] == ["error: interrupted"]
+
+
+def test_messages_never_carry_control_codes_or_lose_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    error = RunFailedError("response: \x1b[31m[/answer][bold]\n  next\x07", hint="\x1b]0;title")
+    assert output.report_error(error) == 1
+    _, err = lines(capsys)
+    assert err == ["error: response: \\x1b[31m[/answer][bold]", "  next\\x07", "hint: \\x1b]0;title"]
+
+
+def test_profile_faults_exit_2_and_come_all_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["train", "--set", "rollout.group_sise=1", "--set", "rollout.max_new_tokens=0"]) == 2
+    _, err = lines(capsys)
+    assert err == [
+        "error: 2 faults in profile `tiny.yaml`:",
+        "  --set rollout.group_sise=1: rollout.group_sise: unknown key, did you mean `group_size`?",
+        "  --set rollout.max_new_tokens=0: rollout.max_new_tokens: got 0, expected an integer >= 1",
+    ]
+
+
+def test_a_job_for_a_cluster_says_what_it_needs_and_exits_3(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run(["train", "--profile", "qwen25vl32b.yaml"]) == 3
+    out, err = lines(capsys)
+    assert out == ""
+    text = "\n".join(err)
+    assert "error: the job does not fit this machine" in text
+    for need in ("nodes: 4 needed, 1 here", "GPUs per node: 8 needed", "GPUs: 32, 8 per node", "memory per GPU: "):
+        assert need in text
+    assert "host memory per node: " in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_json_errors_are_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert run(["train", "--profile", "qwen25vl7b", "--json"]) == 3
+    out, _ = lines(capsys)
+    assert json.loads(out)["exit_code"] == 3
+
+
+def test_the_profile_comes_from_the_environment_where_no_option_names_one(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROLLPLEX_PROFILE", "nonesuch")
+    assert run(["profile-memory"]) == 2
+    assert lines(capsys)[1][0] == "error: no such profile: `nonesuch`"
+    assert run(["profile-memory", "--profile", "tiny"]) == 0
+
+
+def test_profiles_list_show_copy(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert run(["profiles", "ls", "--json"]) == 0
+    names = {row["name"] for row in json.loads(capsys.readouterr().out)}
+    assert {"tiny", "tiny-2rank", "qwen25vl7b", "qwen25vl32b"} <= names
+    assert run(["profiles", "ls"]) == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in names)
+    assert run(["profiles", "show", "tiny"]) == 0
+    assert capsys.readouterr().out.startswith("# The demo")
+    assert run(["profiles", "show", "tiny", "--resolved"]) == 0
+    assert "stall_timeout_s: 600.0" in capsys.readouterr().out
+    assert run(["profiles", "copy", "tiny", "mine.yaml"]) == 0
+    assert run(["profiles", "copy", "tiny", "mine.yaml"]) == 2
+    assert "the file exists: `mine.yaml`" in capsys.readouterr().err
+    assert run(["profile-memory", "--profile", "mine.yaml"]) == 0
+    assert run(["profiles", "copy", "tiny", "no/such/folder.yaml"]) == 2
+
+
+def test_memory_of_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile-memory", "--profile", "qwen25vl32b", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["fits"]
+    assert run(["profile-memory", "--profile", "qwen25vl32b"]) == 0
+    table = capsys.readouterr().out
+    assert "rollout_kv" in table
+    assert "16.0 GiB" in table
+
+
+def test_memory_over_the_budget_exits_3_and_stays_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["profile-memory", "--profile", "qwen25vl32b", "--set", "memory.budget_gib=20", "--json"]) == 3
+    out, err = lines(capsys)
+    assert json.loads(out)["fits"] is False
+    assert err[0].startswith("error: the plan's peak of ")
+
+
+@pytest.mark.parametrize("command", ["report", "export"])
+def test_folders_that_are_no_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    extra = ["--to", "out"] if command == "export" else []
+    assert run([command, ".", *extra]) == 2
+    assert lines(capsys)[1][0].startswith("error: not a run folder")
+
+
+class Supervised:
+    """Stands for the run itself: records what it was asked to do, and writes two steps."""
+
+    def __init__(self, error: RollplexError | None = None) -> None:
+        self.error = error
+        self.jobs: list[tuple[object, Path]] = []
+
+    def __call__(self, job: object, _plan: object, folder: object, *, plain: bool) -> None:
+        self.jobs.append((job, folder.root))  # type: ignore[attr-defined]
+        folder.metrics.write_text('{"step": 0}\n{"step": 1, "reward_mean": 0.5}\n')  # type: ignore[attr-defined]
+        assert plain
+        if self.error is not None:
+            raise self.error
+
+
+def test_train_writes_a_folder_and_ends_in_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised = Supervised()
+    monkeypatch.setattr(train, "run_job", supervised)
+    assert run(["train", "--json", "--max-steps", "3", "--schedule", "colocate", "--set", "runtime.seed=5"]) == 0
+    out, err = lines(capsys)
+    result = json.loads(out)
+    assert result["num_steps"] == 2
+    assert result["last"]["reward_mean"] == 0.5
+    [(job, root)] = supervised.jobs
+    assert (job.runtime.max_steps, job.schedule.name, job.runtime.seed) == (3, "colocate", 5)  # type: ignore[attr-defined]
+    assert root.parent == Path("runs")
+    assert root.name.startswith("tiny-")
+    assert (root / "plan.json").is_file()
+    assert err == [f"run folder: {root}"]
+
+
+def test_train_refuses_a_folder_in_use_and_resumes_it_on_request(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised = Supervised()
+    monkeypatch.setattr(train, "run_job", supervised)
+    assert run(["train", "--plain", "--run-dir", "r", "--set", "runtime.seed=5"]) == 0
+    assert run(["train", "--plain", "--run-dir", "r"]) == 2
+    assert "hint: continue it with `--resume`, or choose another `--run-dir`" in lines(capsys)[1]
+    assert run(["train", "--plain", "--run-dir", "r", "--resume", "--max-steps", "7"]) == 0
+    job = supervised.jobs[-1][0]
+    assert (job.runtime.seed, job.runtime.max_steps) == (5, 7)  # type: ignore[attr-defined]
+    assert len(Path("r/command.txt").read_text().splitlines()) == 2
+
+
+def test_resume_without_a_folder_names_the_newest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "run_job", Supervised())
+    assert run(["train", "--resume"]) == 2
+    assert lines(capsys)[1] == ["error: `--resume` needs `--run-dir`"]
+    assert run(["train", "--plain", "--run-dir", "runs/mine"]) == 0
+    assert run(["train", "--resume"]) == 2
+    assert "hint: the newest run here is `--run-dir runs/mine`" in lines(capsys)[1]
+    assert run(["train", "--resume", "--run-dir", "elsewhere"]) == 2
+
+
+def test_exit_code_of_the_run_is_the_program_s(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RollplexError("mean reward of 10 steps: 0.61")
+    error.exit_code = 5
+    monkeypatch.setattr(train, "run_job", Supervised(error))
+    assert run(["train", "--json", "--run-dir", "r"]) == 5
+    assert json.loads(capsys.readouterr().out)["error"] == "mean reward of 10 steps: 0.61"
+
+
+def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised = Supervised()
+    monkeypatch.setattr(bench, "run_job", supervised)
+    assert run(["bench", "--plain", "--run-dir", "b", "--steps", "4", "--baseline", "colocate"]) == 1
+    assert "error: the benchmark left no result: `b/bench_result.json`" in lines(capsys)[1]
+    [(job, root)] = supervised.jobs
+    assert (job.target, job.runtime.max_steps) == (None, 2 * (1 + 4))  # type: ignore[attr-defined]
+    request = json.loads((root / "bench.json").read_text())
+    assert request == {"baselines": ["colocate"], "steps": 4, "workload": None}

@@ -1,0 +1,27 @@
+"""What tests of every folder share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compares a text with the file of that name in tests/golden, whole; `make golden` rewrites the file instead.
+
+    Tests that use it are named `test_golden_...`, so that `make golden` finds them.
+    """
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("ROLLPLEX_UPDATE_GOLDEN"):
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name} differs; `make golden` accepts the new text"
+
+    return check

@@ -1,0 +1,86 @@
+"""A small job for scenario tests: real engines, real clips, random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rollplex_cli.core.paths import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rollplex_cli.runtime.assembly.rank import Rank
+
+HERE = Path(__file__).parent
+SMALL = (
+    f"task.name={HERE / 'noise_task'}",
+    "task.options.num_train_clips=12",
+    "task.options.num_validation_clips=4",
+    "task.options.num_eval_clips=6",
+    "model.init=random",
+    "algorithm.prompts_per_step=4",
+    "rollout.group_size=4",
+    "evaluation.num_samples=0",
+    "optimizer.warmup_steps=0",
+    "runtime.checkpoint_every=0",
+    "target=null",
+)
+
+
+def small(*more: str) -> list[str]:
+    """`--set` overrides of the `tiny` profile for a job of about 0.2 s a step."""
+    return [*SMALL, *more]
+
+
+def prepare_run(root: Path, source: RunFolder | None, *overrides: str) -> RunFolder:
+    """A prepared run folder; base and data are copied from `source` where there is one."""
+    from rollplex_cli.profile.dump import resolved_yaml
+    from rollplex_cli.profile.load import load_profile
+    from rollplex_cli.runtime.prepare import prepare
+
+    run = RunFolder(root)
+    run.make()
+    run.profile.write_text(resolved_yaml(load_profile("tiny", small(*overrides))), encoding="utf-8")
+    if source is not None:
+        adopt(run, source)
+    prepare(run)
+    return run
+
+
+def adopt(run: RunFolder, source: RunFolder) -> None:
+    """Take over base and data of a prepared run."""
+    shutil.rmtree(run.data_dir, ignore_errors=True)
+    shutil.copytree(source.data_dir, run.data_dir)
+    if not run.base_dir.exists():
+        shutil.copytree(source.base_dir, run.base_dir)
+
+
+@contextlib.contextmanager
+def open_test_rank(run: RunFolder) -> Iterator[Rank]:
+    """The run's only rank with its real engines, in this process."""
+    from rollplex_cli.runtime.assembly.build import open_control, open_rank
+
+    with open_control(run, 0) as (control, machine), open_rank(run, control, machine) as rank:
+        yield rank
+
+
+def rollplex(
+    *arguments: str, env: dict[str, str] | None = None, timeout_s: float = 240.0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run the real command line."""
+    return subprocess.run(
+        [sys.executable, "-m", "rollplex_cli.cli.main", *arguments],
+        capture_output=True, text=True, timeout=timeout_s, cwd=cwd, check=False,
+        env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(env or {})},
+    )  # fmt: skip
+
+
+def sets(overrides: Sequence[str]) -> list[str]:
+    """`--set` arguments."""
+    return [part for override in overrides for part in ("--set", override)]
