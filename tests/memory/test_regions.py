@@ -173,8 +173,7 @@ def test_an_unmap_of_several_regions_that_fails_anywhere_keeps_every_byte(bench:
     bench.driver.fail_in = fail_in
     try:
         unmap_regions(regions, after="x")
-    except RollplexError as error:
-        assert "pinned" in str(error) or "unmap" in str(error)
+    except RollplexError:
         assert [region.state for region in regions] == [RegionState.MAPPED] * 2
         assert bench.memory.live() == before
         assert bench.host.held_bytes == 0

@@ -31,7 +31,7 @@ def metric_row(step: int, num_steps: int, *, kl: bool = True) -> dict[str, Any]:
         "logprob_diff_max": noise.uniform(1e-6, 9e-6),
         "response_tokens_mean": 6.0 + noise.uniform(-0.2, 0.2),
         "entropy": 0.3 * (1 - step / num_steps) + 0.05,
-        "format_mean": 0.98,
+        "reward_parts_earned": {"format": 0.98},
         "exact_mean": reward,
         "zero_variance_share": 0.2 + 0.6 * step / num_steps,
         "clip_fraction": 0.0,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from scenarios.support import prepare_run
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -19,9 +20,6 @@ STEPS = 20
 @pytest.mark.scenario
 @pytest.mark.timeout(600)
 def test_twenty_steps_are_bit_equal_under_every_schedule(prepared: RunFolder, tmp_path: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from scenarios.support import prepare_run
-
     run = prepare_run(tmp_path / "run", prepared)
     script = Path(__file__).parent / "schedule_equality.py"
     done = subprocess.run(

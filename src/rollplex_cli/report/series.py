@@ -113,8 +113,7 @@ def number(row: Row, key: str) -> float | None:
 
 def format_share(row: Row) -> float | None:
     """Share of responses in the asked form."""
-    share = number(row, "format_mean")
-    return share if share is not None else number(row, "reward_parts.format")
+    return number(row, "reward_parts_earned.format")
 
 
 def has_kl(rows: Sequence[Row]) -> bool:

@@ -55,12 +55,16 @@ def prepare(run: RunFolder) -> None:
     task = load_task(profile.task.name)
     write_status(run.prepare_status, PrepareStatus(stage="render"))
     task.prepare(run.data_dir, profile.task.options, profile.runtime.seed)
+    last = None
     if not (run.base_dir / "config.json").exists():
-        _build_base(run, profile, task)
-    write_status(run.prepare_status, PrepareStatus(stage="done"))
+        last = _build_base(run, profile, task)
+    done = PrepareStatus(stage="done")
+    if last is not None:
+        done = PrepareStatus(stage="done", step=last.step, loss=last.loss, accuracy=last.accuracy)
+    write_status(run.prepare_status, done)
 
 
-def _build_base(run: RunFolder, profile: Profile, task: Task) -> None:
+def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep | None:
     write_status(run.prepare_status, PrepareStatus(stage="base"))
     if profile.model.init == "checkpoint":
         source = Path(profile.model.config).expanduser().resolve()
@@ -70,7 +74,7 @@ def _build_base(run: RunFolder, profile: Profile, task: Task) -> None:
                 hint="give a Hugging Face checkpoint folder, or set `model.init` to `random` or `cold_start`",
             )
         run.base_dir.symlink_to(source, target_is_directory=True)
-        return
+        return None
     folder = model_config_folder(profile.model.config)
     if folder is None:
         raise UsageError(f"no model configuration in `model.config`: {profile.model.config}")
@@ -79,13 +83,14 @@ def _build_base(run: RunFolder, profile: Profile, task: Task) -> None:
     task.build_base(raw, run.data_dir, folder / "config.json", profile.runtime.seed)
     if profile.model.init == "random":
         raw.rename(run.base_dir)
-        return
-    _cold_start(run, profile, task, raw)
+        return None
+    last = _cold_start(run, profile, task, raw)
     shutil.rmtree(raw, ignore_errors=True)
+    return last
 
 
-def _cold_start(run: RunFolder, profile: Profile, task: Task, raw: Path) -> None:
-    """Train the random base on the task's answers and write it as the run's base."""
+def _cold_start(run: RunFolder, profile: Profile, task: Task, raw: Path) -> ColdStartStep:
+    """Train the random base on the task's answers and write it as the run's base; returns its last step."""
     import torch
 
     from rollplex_cli.core.events import EventWriter
@@ -123,6 +128,7 @@ def _cold_start(run: RunFolder, profile: Profile, task: Task, raw: Path) -> None
         save_hf(cold.model, run.base_dir, raw)
         events.close()
         engine.close()
+        return last
 
 
 if __name__ == "__main__":

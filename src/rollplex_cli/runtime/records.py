@@ -63,6 +63,8 @@ class StepSums:
     diff_sum: float = 0.0
     diff_max: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
+    earned: dict[str, float] = field(default_factory=dict)
+    """Responses that earned anything of a reward part, by its name."""
     worst_groups: list[tuple[float, str]] = field(default_factory=list)
     """Largest mean log-prob differences with their sample ids, worst first."""
 
@@ -80,6 +82,7 @@ class StepSums:
         self.diff_max = max(self.diff_max, record.diff_max)
         for name, values in record.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + sum(values)
+            self.earned[name] = self.earned.get(name, 0.0) + sum(v > 0 for v in values)
         mean = record.diff_sum / max(1, record.num_tokens)
         self.worst_groups = sorted([*self.worst_groups, (mean, record.sample_id)], reverse=True)[:3]
 
@@ -101,8 +104,9 @@ class StepSums:
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.diff_max = max(self.diff_max, other.diff_max)
-        for name, value in other.parts.items():
-            self.parts[name] = self.parts.get(name, 0.0) + value
+        for mine, theirs in ((self.parts, other.parts), (self.earned, other.earned)):
+            for name, value in theirs.items():
+                mine[name] = mine.get(name, 0.0) + value
         self.worst_groups = sorted([*self.worst_groups, *other.worst_groups], reverse=True)[:3]
 
     def to_json(self) -> dict[str, Any]:
@@ -136,5 +140,6 @@ class StepSums:
             "entropy": self.neg_logprob_sum / tokens,
             "clip_fraction": self.clipped_sum / tokens,
             "zero_variance_share": self.zero_variance / max(1, self.num_groups),
+            "reward_parts_earned": {name: count / responses for name, count in sorted(self.earned.items())},
             "reward_parts": {name: value / responses for name, value in sorted(self.parts.items())},
         }

@@ -177,6 +177,7 @@ def test_closing_is_idempotent_and_the_closed_cannot_be_used(memory: VirtualMemo
         mapping.close()
         reservation.close()
     assert memory.live() == LiveResources()
+    assert not mapping.accessible
     other = memory.create(unit, "test")
     with pytest.raises(ValueError, match="closed"):
         memory.map(reservation, 0, other)

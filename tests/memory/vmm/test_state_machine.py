@@ -1,4 +1,4 @@
-"""Random sequences of reserve, create, map, alias, unmap, close, misuse and failures against a model of dictionaries."""
+"""Random sequences of reserve, create, map, alias, unmap, close, misuse and failures, against a model."""
 
 from __future__ import annotations
 
