@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -13,7 +14,7 @@ setup: ## build .venv with the package set for this machine (quick when nothing 
 	@$(PYTHON) tools/setup_env.py
 
 demo: setup ## set up and run the main job: GRPO on a tiny model, no GPU needed
-	@$(BIN)/rollplex train --profile tiny
+	@$(BIN)/rollplex train --profile tiny $(DEMO_ARGS)
 
 test: setup ## set up and run all tests that need no GPU
 	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
