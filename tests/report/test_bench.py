@@ -30,18 +30,25 @@ def shown(result: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def test_rows_phases_and_ratios_are_shown() -> None:
+def test_schedules_stand_side_by_side() -> None:
     text = shown(RESULT)
-    rollplex = next(line for line in text.splitlines() if "rollplex" in line)
-    assert "1.000" in rollplex
-    assert "1.25" in rollplex
-    # This row has no phases and no policy.
-    assert rollplex.count(" - ") >= 3
+    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    assert "1.250" in lines["step"]
+    assert "1.000" in lines["step"]
+    assert "1.25" in lines["times colocate's speed"]
     assert "1.200 .. 1.375" in text
-    assert "recorded [/x]" in text
-    assert "x colocate" in text
+    # The second one has no phases.
+    assert " - " in lines["GENERATE"]
+    assert "workload recorded [/x]" in text
     assert "commit: abc\\x1b[31m" in text
 
 
-def test_an_empty_result_is_an_empty_table() -> None:
-    assert "workload" in shown({})
+def test_it_fits_a_narrow_terminal() -> None:
+    out = io.StringIO()
+    print_bench(RESULT, Console(file=out, width=80))
+    assert "lowest .. highest" in out.getvalue()
+    assert "\u2026" not in out.getvalue()  # nothing was cut
+
+
+def test_an_empty_result_says_so() -> None:
+    assert "no results" in shown({})

@@ -22,29 +22,39 @@ def print_bench(result: dict[str, Any], console: Console) -> None:
 
 
 def bench_table(result: dict[str, Any]) -> RenderableType:
-    """The contents of bench_result.json as a table, what it was measured on below.
+    """One table per workload with a column per schedule and policy, what it was measured on below.
 
-    `ratio` of a baseline is its median step time over this row's: above 1 this row is faster.
+    `ratio` of a baseline is the median of its step time over this column's, pair by pair: above 1 this one is faster.
     """
     rows = [row for row in result.get("results", []) if isinstance(row, dict)]
-    phases = list(dict.fromkeys(name for row in rows for name in _names(row, "phase_s")))
-    found = dict.fromkeys(name for row in rows for name in _names(row, "ratio"))
-    ratios = sorted(found, key=lambda name: (RATIOS.index(name) if name in RATIOS else len(RATIOS), name))
-    table = Table(title="Seconds a step, median", title_justify="left")
-    for heading in ("workload", "schedule", "policy"):
-        table.add_column(heading)
-    for heading in ("step s", "spread", *phases, *(f"x {name}" for name in ratios)):
-        table.add_column(Text(printable(heading)), justify="right")
+    workloads = list(dict.fromkeys(printable(row.get("workload", "-")) for row in rows))
+    tables = [_workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads]
+    facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
+    return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
+
+
+def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=Text(f"workload {name}"), title_justify="left")
+    table.add_column("seconds, median")
     for row in rows:
-        table.add_row(
-            *(Text(printable(row.get(key, "-"))) for key in ("workload", "schedule", "policy")),
-            show(number(row, "step_s_median")),
-            _spread(row.get("step_s_spread")),
-            *(show(number(row, f"phase_s.{name}")) for name in phases),
-            *(show(number(row, f"ratio.{name}"), ".2f") for name in ratios),
-        )
-    facts = [f"{key}: {result[key]}" for key in ("hardware", "commit", "command") if result.get(key)]
-    return Group(table, *(Text(printable(fact)) for fact in facts))
+        policy = row.get("policy")
+        heading = printable(row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
+        table.add_column(Text(heading), justify="right")
+    table.add_row("step", *(show(number(row, "step_s_median")) for row in rows))
+    table.add_row("  lowest .. highest", *(_spread(row.get("step_s_spread")) for row in rows))
+    for phase in dict.fromkeys(name for row in rows for name in _names(row, "phase_s")):
+        table.add_row(Text(f"  {printable(phase)}"), *(show(number(row, f"phase_s.{phase}")) for row in rows))
+    found = dict.fromkeys(name for row in rows for name in _names(row, "ratio"))
+    for baseline in sorted(found, key=lambda n: (RATIOS.index(n) if n in RATIOS else len(RATIOS), n)):
+        heading = Text(f"times {printable(baseline)}'s speed")
+        table.add_row(heading, *(show(number(row, f"ratio.{baseline}"), ".2f") for row in rows))
+        table.add_row("  lowest .. highest", *(_spread(_part(row, "ratio_spread", baseline)) for row in rows))
+    return table
+
+
+def _part(row: dict[str, Any], key: str, name: str) -> object:
+    parts = row.get(key)
+    return parts.get(name) if isinstance(parts, dict) else None
 
 
 def _spread(value: object) -> str:
