@@ -38,16 +38,18 @@ def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
     table.add_column("seconds, median")
     for row in rows:
         policy = row.get("policy")
-        heading = printable(row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
-        table.add_column(Text(heading), justify="right")
+        name = printable(row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
+        table.add_column(Text(name), justify="right")
     table.add_row("step", *(show(number(row, "step_s_median")) for row in rows))
     table.add_row("  lowest .. highest", *(_spread(row.get("step_s_spread")) for row in rows))
     for phase in dict.fromkeys(name for row in rows for name in _names(row, "phase_s")):
         table.add_row(Text(f"  {printable(phase)}"), *(show(number(row, f"phase_s.{phase}")) for row in rows))
     found = dict.fromkeys(name for row in rows for name in _names(row, "ratio"))
     for baseline in sorted(found, key=lambda n: (RATIOS.index(n) if n in RATIOS else len(RATIOS), n)):
-        heading = Text(f"times {printable(baseline)}'s speed")
-        table.add_row(heading, *(show(number(row, f"ratio.{baseline}"), ".2f") for row in rows))
+        table.add_row(
+            Text(f"times {printable(baseline)}'s speed"),
+            *(show(number(row, f"ratio.{baseline}"), ".2f") for row in rows),
+        )
         table.add_row("  lowest .. highest", *(_spread(_part(row, "ratio_spread", baseline)) for row in rows))
     return table
 

@@ -111,10 +111,10 @@ class Run:
         rank = self.rank
         rank.control.step = step
         started = time.monotonic()
-        rank.control.doing("data")
-        prompts = rank.loader.batch(step - 1)
+        # On a lane: a file system that hangs must show as a stall, so the control thread cannot sit in it.
+        job = rank.host_lane.submit(lambda: rank.loader.batch(step - 1))
+        prompts = rank.control.await_future(job, "the prompts of the step (decoding media)")
         inputs = [build_prompt_input(p, rank.media_tokens) for p in prompts]
-        rank.control.doing("")
         data_wait_s = time.monotonic() - started
         result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary)
         row = {**result.row, "data_wait_s": data_wait_s, "skipped_samples": len(rank.loader.skipped)}
@@ -197,7 +197,10 @@ class Run:
                 tensors = rank.control.await_future(job, "reading the optimizer's state")
                 state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH)}
                 keep = rank.profile.runtime.keep_checkpoints
-                checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep)
+                write = rank.host_lane.submit(
+                    lambda: checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep)
+                )
+                rank.control.await_future(write, "writing the checkpoint")
         rank.peers.meet(f"step {step}: checkpoint", {}, rank.control.tick)
         self._saved = step
 
