@@ -28,7 +28,9 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
     """
     rows = [row for row in result.get("results", []) if isinstance(row, dict)]
     workloads = list(dict.fromkeys(printable(row.get("workload", "-")) for row in rows))
-    tables = [_workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads]
+    tables: list[RenderableType] = [
+        _workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads
+    ]
     facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
     return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
 
