@@ -1,6 +1,6 @@
 """A torchvision that imports beside a CPU-only PyTorch.
 
-PyPI's Linux wheels of torchvision carry operators built for CUDA. Beside a CPU build of PyTorch their library
+The published Linux wheels of torchvision carry operators built for CUDA. Beside a CPU build of PyTorch their library
 does not load, `torchvision::nms` is never defined, and `import torchvision` raises although the Python part
 (the transforms that the Qwen video processor uses) would work. Declaring the missing operators is enough.
 """
