@@ -8,15 +8,26 @@ from rollplex_cli.profile import schema
 from rollplex_cli.profile.fields import key_paths
 
 KEYS = {
+    "algorithm.advantage",
     "algorithm.advantage_epsilon",
     "algorithm.clip_high",
     "algorithm.clip_low",
+    "algorithm.entropy_coef",
+    "algorithm.importance_cap",
     "algorithm.kl_coef",
     "algorithm.kl_estimator",
+    "algorithm.kl_in",
     "algorithm.loss_normalizer",
+    "algorithm.mask_truncated",
     "algorithm.name",
+    "algorithm.num_epochs",
+    "algorithm.num_minibatches",
     "algorithm.old_logprobs",
+    "algorithm.overlong_buffer_tokens",
+    "algorithm.overlong_penalty",
     "algorithm.prompts_per_step",
+    "algorithm.ratio",
+    "algorithm.skip_zero_variance",
     "cold_start.batch_size",
     "cold_start.lr",
     "cold_start.max_steps",
@@ -27,13 +38,22 @@ KEYS = {
     "cold_start.test_from_step",
     "cold_start.test_samples",
     "cold_start.warmup_steps",
+    "data.allow_remote_media",
+    "data.cache_gib",
+    "data.decode_timeout_s",
     "data.fps",
+    "data.frame_sampling",
+    "data.max_bad_rows",
     "data.max_frames",
     "data.max_pixels",
     "data.max_prompt_tokens",
+    "data.min_frames",
     "data.min_pixels",
     "data.num_workers",
     "data.on_bad_media",
+    "data.prefetch_steps",
+    "data.total_pixels",
+    "data.worker_kind",
     "description",
     "evaluation.every_steps",
     "evaluation.num_samples",
@@ -53,6 +73,10 @@ KEYS = {
     "optimizer.lr",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
+    "reward.num_workers",
+    "reward.on_error",
+    "reward.parts",
+    "reward.timeout_s",
     "rollout.chunked_prefill_tokens",
     "rollout.group_size",
     "rollout.kv_tokens",
@@ -91,6 +115,6 @@ def test_keys() -> None:
 
 def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     sections = [kind for kind in vars(schema).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    assert len(sections) == 15
+    assert len(sections) == 16
     for section in sections:
         assert section.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -72,9 +72,31 @@ class DataProfile:
     """Per frame, after resizing."""
     max_prompt_tokens: PositiveInt = 8192
     """A longer prompt is an error that names the row: media tokens are never cut."""
+    min_frames: PositiveInt = 2
+    """A clip too short for `fps` shows at least this many of its frames, if it has them."""
+    total_pixels: PositiveInt | None = None
+    """Pixels of all frames of a video together; long clips get smaller frames. `null` sets no limit but
+    `max_frames` x `max_pixels`."""
+    frame_sampling: Literal["processor", "qwen_vl_utils"] = "processor"
+    """Which frames are shown: as the Hugging Face processor chooses them (frame i * N / n), or as `qwen-vl-utils`
+    does (evenly from the first frame to the last)."""
     on_bad_media: Literal["error", "skip"] = "error"
+    """`skip` reports a row whose media cannot be read and takes another in its place."""
+    max_bad_rows: PositiveInt = 1000
+    """With `skip`: the run ends when more rows than this were left out."""
     num_workers: NonNegativeInt = 1
-    """Threads that decode and preprocess ahead of the step; 0 decodes in the step."""
+    """Decode and preprocess this many prompts at a time ahead of the step; 0 does it in the step."""
+    worker_kind: Literal["thread", "process"] = "thread"
+    """Processes survive crashes and hangs of a decoder and share no interpreter lock; each loads the processor
+    (some seconds and 0.5 GiB)."""
+    prefetch_steps: PositiveInt = 2
+    """How many steps ahead prompts are built."""
+    decode_timeout_s: PositiveFloat = 120.0
+    """With `process`: a row that takes longer counts as bad media."""
+    cache_gib: NonNegativeFloat = 1.0
+    """Built prompts with their pixels are kept in host memory up to this size, per rank."""
+    allow_remote_media: bool = False
+    """Whether rows may name media by URL; they are then read through the network while the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -96,21 +118,62 @@ class RolloutProfile:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardProfile:
+    """What a response earns. `reward: file.py:function` alone is short for that one part with weight 1."""
+
+    parts: dict[str, float] = Field(default_factory=dict)
+    """Weights by reward type (`auto`, `exact`, `multiple_choice`, `numerical`, `regression`, `ocr`, `free_text`,
+    `math`, `format`, `think_format`) or `file.py:function`. Without any, the task's own function is the reward."""
+    num_workers: PositiveInt = 2
+    """Processes for functions of one's own and for `math`."""
+    timeout_s: PositiveFloat = 30.0
+    """Limit on one call in a worker process, which is killed and replaced."""
+    on_error: Literal["error", "zero"] = "error"
+    """A function that fails ends the run with its name, or its call counts 0 and `reward_errors` grows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmProfile:
     """Advantages, loss and KL."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "ppo"] = "grpo"
+    """Sets the defaults of the keys below (see `presets.py`); any of them may be set over it."""
     prompts_per_step: PositiveInt = 32
     """Prompt groups per step over all ranks; divisible by the data-parallel degree."""
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std"] = "group_std"
+    """Baseline and scale of rewards: the group's mean and standard deviation, its mean alone, the mean of the other
+    responses, or the group's mean with the standard deviation of the whole batch (which no early group can have)."""
+    ratio: Literal["token", "sequence", "cispo"] = "token"
+    """What is clipped: the ratio of each token (PPO), of each response (GSPO), or the weight of log p, which then
+    keeps its gradient (CISPO)."""
     advantage_epsilon: PositiveFloat = 1e-4
     """Added to the standard deviation of a group's rewards."""
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
-    loss_normalizer: Literal["tokens", "responses"] = "tokens"
-    """`tokens`: mean over all response tokens of the step; `responses`: mean of per-response means."""
+    loss_normalizer: Literal["tokens", "responses", "sequences", "constant"] = "tokens"
+    """`tokens`: mean over all response tokens of the step; `responses`: mean of per-response means; `sequences`:
+    mean of per-response sums; `constant`: that, divided by `rollout.max_new_tokens`."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL term in the loss. 0 means that no reference model exists at all."""
+    """Weight of the KL term. 0 means that no reference model exists at all."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`reward` takes coefficient times the estimate, summed over the response, off each reward."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: each token's loss times min(p_trainer / p_rollout, cap). `null` is off."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, estimated from the sampled tokens."""
+    num_minibatches: PositiveInt = 1
+    """Updates per pass over a rollout; divides the prompt groups of a rank."""
+    num_epochs: PositiveInt = 1
+    """Passes over a rollout."""
+    skip_zero_variance: bool = False
+    """Leave groups whose rewards are all equal out of loss and normaliser (DAPO's filter)."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """Length penalty over the last so many of `rollout.max_new_tokens` tokens, rising from 0 to
+    `overlong_penalty` (DAPO's soft punishment); 0 is off."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    mask_truncated: bool = False
+    """Leave responses that were cut at `rollout.max_new_tokens` out of the loss."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's own log-probs under the same weights (ratio exactly 1 on the
     first minibatch), or the rollout's."""
@@ -230,6 +293,7 @@ class Profile:
     topology: TopologyProfile = Field(default_factory=TopologyProfile)
     data: DataProfile = Field(default_factory=DataProfile)
     rollout: RolloutProfile = Field(default_factory=RolloutProfile)
+    reward: RewardProfile = Field(default_factory=RewardProfile)
     algorithm: AlgorithmProfile = Field(default_factory=AlgorithmProfile)
     optimizer: OptimizerProfile = Field(default_factory=OptimizerProfile)
     schedule: ScheduleProfile = Field(default_factory=ScheduleProfile)
