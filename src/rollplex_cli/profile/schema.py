@@ -71,7 +71,9 @@ class DataProfile:
     max_pixels: PositiveInt = 602112
     """Per frame, after resizing."""
     max_prompt_tokens: PositiveInt = 8192
-    """A longer prompt is an error that names the row: media tokens are never cut."""
+    """No longer prompt is trained on; nothing is ever cut."""
+    on_long_prompt: Literal["error", "skip"] = "error"
+    """A prompt that is too long ends the run with the row's name, or another row takes its place."""
     min_frames: PositiveInt = 2
     """A clip too short for `fps` shows at least this many of its frames, if it has them."""
     total_pixels: PositiveInt | None = None
@@ -95,8 +97,6 @@ class DataProfile:
     """With `process`: a row that takes longer counts as bad media."""
     cache_gib: NonNegativeFloat = 1.0
     """Built prompts with their pixels are kept in host memory up to this size, per rank."""
-    allow_remote_media: bool = False
-    """Whether rows may name media by URL; they are then read through the network while the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

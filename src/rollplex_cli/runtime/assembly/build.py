@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.events import EventWriter
 from rollplex_cli.core.seeds import derive_seed
+from rollplex_cli.data.decode import ProcessBuilder
 from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.data.types import Sample
     from rollplex_cli.profile.schema import Profile
 
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
@@ -92,10 +94,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         len(samples), seed=derive_seed(profile.runtime.seed, "order"),
         prompts_per_step=profile.algorithm.prompts_per_step, rank=peers.rank, num_ranks=peers.world_size,
     )  # fmt: skip
-    cache = PromptCache(builder)
-    loader = PromptLoader(
-        samples, cache, order, num_workers=profile.data.num_workers, on_bad_media=profile.data.on_bad_media
-    )
+    cache, loader = open_data(profile, run.base_dir, builder, samples, order)
     rank = Rank(
         profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
@@ -108,9 +107,25 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
     finally:
         loader.close()
+        cache.close()
         events.close()
         for lane in rank.lanes:
             lane.close(LANE_CLOSE_S)
+
+
+def open_data(
+    profile: Profile, processor_dir: Path, builder: PromptBuilder, samples: Sequence[Sample], order: BatchOrder
+) -> tuple[PromptCache, PromptLoader]:
+    """The prompts of a run: built by threads or by worker processes, kept up to the profile's limit."""
+    data = profile.data
+    by_process = data.worker_kind == "process" and data.num_workers > 0
+    source = ProcessBuilder(processor_dir, data, data.num_workers) if by_process else builder
+    cache = PromptCache(source, int(data.cache_gib * (1 << 30)))
+    loader = PromptLoader(
+        samples, cache, order, num_workers=data.num_workers, on_bad_media=data.on_bad_media,
+        on_long_prompt=data.on_long_prompt, max_bad_rows=data.max_bad_rows, prefetch_steps=data.prefetch_steps,
+    )  # fmt: skip
+    return cache, loader
 
 
 def build_trainer(
