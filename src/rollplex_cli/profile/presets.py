@@ -34,3 +34,6 @@ def fill_in(values: dict[str, Any]) -> None:
     if isinstance(algorithm, dict):
         for option, value in PRESETS.get(str(algorithm.get("name", "grpo")), {}).items():
             algorithm.setdefault(option, value)
+        # What the name alone asks for must not end in a fault; asked for by hand, both together are one.
+        if algorithm.get("name") == "reinforce_pp" and isinstance(values.setdefault("schedule", {}), dict):
+            values["schedule"].setdefault("early_groups", False)

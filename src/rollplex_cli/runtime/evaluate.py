@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from rollplex_cli.core.names import Phase
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
-from rollplex_cli.rl.rewards import score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,7 +68,7 @@ def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
         answers = answer_all(rank.engines.rollout, inputs, settings, [(0,)] * len(inputs)) if inputs else []
     for sample, (response,) in zip(samples, answers, strict=True):
         text = rank.engines.builder.decode_response(response.token_ids)
-        reward = score(rank.engines.task.reward, sample, text, response.finish_reason == "stop")
+        [reward] = rank.engines.scorer.score(sample, [text], [response.finish_reason == "stop"])
         sums["reward"] += reward.total
         # An answer counts as right when it earns every part but the form.
         sums["accuracy"] += reward.parts.get("exact", reward.total) > 0

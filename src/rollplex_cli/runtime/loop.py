@@ -57,8 +57,9 @@ class Run:
         self._saved: int | None = None
         schedule = rank.profile.schedule
         self._schedule = schedule_from(
-            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight
-        )
+            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight,
+            advantages_wait=rank.profile.algorithm.advantage == "batch_std",
+        )  # fmt: skip
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none.

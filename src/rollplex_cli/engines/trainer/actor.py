@@ -139,6 +139,11 @@ class Actor:
             metrics={name: float(value) for name, value in result.metrics.items()},
         )
 
+    def logprobs(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
+        """Log-probs [S] of a group's responses without a backward; its boundary stays as it is."""
+        with torch.no_grad():
+            return self.split.suffix(state, packed)
+
     def prefix_backward(self, state: PrefixState) -> None:
         """Send the boundary's gradients through the prefix into the arena; consumes `state`."""
         self.split.prefix_backward(state)

@@ -19,7 +19,7 @@ from rollplex_cli.rl.rewards.guard import RewardResult, checked, place, score
 from rollplex_cli.rl.rewards.types import ISOLATED, TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rollplex_cli.profile.schema import RewardProfile
     from rollplex_cli.rl.rewards.guard import RewardFunction
@@ -33,18 +33,22 @@ class Scorer:
     rest runs where it is called. Parts are logged times their weights, so that they add up to the reward.
 
     Args:
-        profile: the section `reward`; without parts, `task_reward` is the reward.
+        profile: the section `reward`; without parts, `default_parts` are taken, and without those `task_reward`.
         task_reward: the task's own function.
+        default_parts: the task's own weights of reward types.
 
     Raises:
         UsageError: no such type, file or function.
     """
 
-    def __init__(self, profile: RewardProfile, task_reward: RewardFunction) -> None:
+    def __init__(
+        self, profile: RewardProfile, task_reward: RewardFunction, default_parts: Mapping[str, float] | None = None
+    ) -> None:
         self._profile, self._task_reward = profile, task_reward
+        self._weights = dict(profile.parts or default_parts or {})
         self.num_errors = 0
         """Calls that failed and counted 0 (`reward.on_error: zero`)."""
-        isolated = [name for name in profile.parts if name in ISOLATED or name not in TYPES]
+        isolated = [name for name in self._weights if name in ISOLATED or name not in TYPES]
         for name in isolated:
             if name not in TYPES:
                 _split(name)
@@ -67,10 +71,10 @@ class Scorer:
             RewardError: a function raised, ran too long, ended its process or returned no number; never with
                 `reward.on_error: zero`, under which such a call counts 0.
         """
-        if not self._profile.parts:
+        if not self._weights:
             return [self._one("", sample, t, f) for t, f in zip(texts, finished, strict=True)]
         jobs = list(zip(texts, finished, strict=True))
-        results = [self._part(name, sample, jobs) for name in self._profile.parts]
+        results = [self._part(name, sample, jobs) for name in self._weights]
         return [self._sum(row) for row in zip(*results, strict=True)]
 
     def close(self) -> None:
@@ -116,7 +120,7 @@ class Scorer:
 
     def _sum(self, row: Sequence[RewardResult]) -> RewardResult:
         parts: dict[str, float] = {}
-        for (name, weight), result in zip(self._profile.parts.items(), row, strict=True):
+        for (name, weight), result in zip(self._weights.items(), row, strict=True):
             short = name if name in TYPES else _split(name)[1]
             single = list(result.parts) == ["reward"]
             for part, value in result.parts.items():

@@ -24,6 +24,7 @@ from rollplex_cli.engines.trainer.optimizer import AdamWSettings
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.profile.load import load_profile
+from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, device_of, media_tokens_of
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
@@ -89,6 +90,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned)), "building the trainer"
     )
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
+    scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))
     samples = task.samples(run.data_dir, "train")
     order = BatchOrder(
         len(samples), seed=derive_seed(profile.runtime.seed, "order"),
@@ -98,7 +100,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     rank = Rank(
         profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
-        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task),
+        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task, scorer=scorer),
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
     )  # fmt: skip
     control.doing("")
@@ -108,6 +110,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     finally:
         loader.close()
         cache.close()
+        scorer.close()
         events.close()
         for lane in rank.lanes:
             lane.close(LANE_CLOSE_S)
