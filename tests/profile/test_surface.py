@@ -55,10 +55,20 @@ KEYS = {
     "data.total_pixels",
     "data.worker_kind",
     "description",
+    "evaluation.best_metric",
     "evaluation.every_steps",
+    "evaluation.max_new_tokens",
+    "evaluation.num_responses",
     "evaluation.num_samples",
+    "evaluation.temperature",
+    "evaluation.top_p",
     "guards.parity_limit",
     "guards.zero_reward_steps",
+    "logging.rollouts_every",
+    "logging.tensorboard",
+    "logging.token_logprobs",
+    "logging.wandb",
+    "logging.wandb_project",
     "memory.budget_gib",
     "memory.host_budget_gib",
     "model.config",
@@ -115,6 +125,6 @@ def test_keys() -> None:
 
 def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     sections = [kind for kind in vars(schema).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    assert len(sections) == 16
+    assert len(sections) == 17
     for section in sections:
         assert section.__dataclass_params__.frozen  # type: ignore[attr-defined]

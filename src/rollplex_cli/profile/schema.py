@@ -238,12 +238,22 @@ class TargetProfile:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationProfile:
-    """Greedy answers on the held-out split; never used for a decision."""
+    """Answers on the held-out split: before the first step, every `every_steps`, and after the last."""
 
     num_samples: NonNegativeInt = 0
     """0 turns evaluation off."""
     every_steps: NonNegativeInt = 0
     """0 evaluates only before the first and after the last step."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    num_responses: PositiveInt = 1
+    """Responses per sample; figures are means over all of them."""
+    max_new_tokens: PositiveInt | None = None
+    """`null` takes `rollout.max_new_tokens`."""
+    best_metric: str | None = None
+    """Keep the checkpoint with the highest held-out figure of this name (`reward`, `accuracy`, or a reward part)
+    besides the newest ones, and name it in `checkpoints/best`. `null` keeps none: then no figure decides anything."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -254,6 +264,21 @@ class GuardsProfile:
     """Largest mean absolute difference between rollout and trainer log-probs of the same tokens."""
     zero_reward_steps: PositiveInt = 10
     """Steps in a row in which every reward is zero before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoggingProfile:
+    """Where figures and responses go besides `metrics.jsonl` and the console."""
+
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` in the run folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (`pip install wandb`); `offline` writes to the run folder and sends nothing."""
+    wandb_project: str = "rollplex"
+    rollouts_every: NonNegativeInt = 1
+    """Steps between dumps of all responses to `rollouts/`; 0 keeps none."""
+    token_logprobs: bool = False
+    """Whether dumps hold the log-probs of every token, of rollout and trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -301,6 +326,7 @@ class Profile:
     target: TargetProfile | None = None
     evaluation: EvaluationProfile = Field(default_factory=EvaluationProfile)
     guards: GuardsProfile = Field(default_factory=GuardsProfile)
+    logging: LoggingProfile = Field(default_factory=LoggingProfile)
     memory: MemoryProfile = Field(default_factory=MemoryProfile)
     runtime: RuntimeProfile = Field(default_factory=RuntimeProfile)
 
