@@ -73,6 +73,7 @@ KEYS = {
     "memory.host_budget_gib",
     "model.config",
     "model.dtype",
+    "model.freeze_vision",
     "model.init",
     "model.trust_remote_code",
     "name",

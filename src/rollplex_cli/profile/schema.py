@@ -44,6 +44,8 @@ class ModelProfile:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. Masters, moments and gradients are float32 in any case."""
     trust_remote_code: bool = False
+    freeze_vision: bool = False
+    """Keep the vision tower with its projector as it is: no gradients, no optimizer state, no backward through it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -156,6 +156,7 @@ def build_trainer(
         temperature=profile.rollout.temperature,
         banned_token_ids=banned,
         prefix_activations=profile.schedule.prefix_activations,
+        freeze_vision=profile.model.freeze_vision,
     )
     if profile.algorithm.kl_coef == 0:
         return actor, None
