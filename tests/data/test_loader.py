@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from rollplex_cli.core.errors import DataError
+from rollplex_cli.core.errors import DataError, LongPromptError
 from rollplex_cli.data.loader import MAX_REPLACEMENTS, PromptCache, PromptLoader, build_all
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.types import Media, Prompt, Sample
@@ -22,13 +22,14 @@ SAMPLES = [Sample(sample_id=f"s{i}", question="q", answer="a", kind="k") for i i
 class FakeBuilder:
     bad: frozenset[str] = frozenset()
     delay_s: float = 0.0
+    error: type[DataError] = DataError
     built: list[str] = field(default_factory=list)
 
     def build(self, sample: Sample) -> Prompt:
         time.sleep(self.delay_s)
         self.built.append(sample.sample_id)
         if sample.sample_id in self.bad:
-            raise DataError(f"sample `{sample.sample_id}`: broken")
+            raise self.error(f"sample `{sample.sample_id}`: broken")
         patches = torch.zeros(2, 4)
         media = Media(kind="image", patches=patches, grid_thw=(1, 1, 2), seconds_per_grid=0.0, content_hash=0)
         return Prompt(sample=sample, token_ids=(1,), media=(media,))
@@ -108,6 +109,30 @@ def test_skipping_reports_and_ends() -> None:
         loader.batch(0)
     assert set(loader.skipped) <= bad
     assert all("broken" in reason for reason in loader.skipped.values())
+
+
+@pytest.mark.parametrize(("on_bad_media", "on_long_prompt"), [("skip", "error"), ("error", "skip")])
+def test_long_prompts_have_a_choice_of_their_own(
+    on_bad_media: Literal["error", "skip"], on_long_prompt: Literal["error", "skip"]
+) -> None:
+    row = f"s{order().batch(0)[1]}"
+    builder = FakeBuilder(frozenset([row]), error=LongPromptError)
+    loader = PromptLoader(
+        SAMPLES, builder, order(), num_workers=0, on_bad_media=on_bad_media, on_long_prompt=on_long_prompt
+    )
+    if on_long_prompt == "error":
+        with pytest.raises(LongPromptError, match=row):
+            loader.batch(0)
+    else:
+        assert ids(loader.batch(0))[1] == f"s{order().batch(1)[1]}"
+        assert set(loader.skipped) == {row}
+
+
+def test_rows_left_out_have_a_limit() -> None:
+    bad = frozenset(f"s{order().batch(step)[0]}" for step in range(2))
+    loader = PromptLoader(SAMPLES, FakeBuilder(bad), order(), num_workers=0, on_bad_media="skip", max_bad_rows=1)
+    with pytest.raises(DataError, match=r"`data\.max_bad_rows` allows \(1\)"):
+        loader.batch(0)
 
 
 def test_cache_builds_once_and_keeps_to_its_limit() -> None:

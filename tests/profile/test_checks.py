@@ -5,7 +5,8 @@ import re
 import pytest
 
 from rollplex_cli.core.errors import ProfileError
-from rollplex_cli.profile.load import load_profile
+from rollplex_cli.profile.dump import resolved_yaml
+from rollplex_cli.profile.load import load_profile, parse_profile
 
 CASES = [
     (
@@ -77,3 +78,39 @@ def test_what_is_merely_tight_is_no_fault() -> None:
 def test_all_faults_between_keys_at_once() -> None:
     with pytest.raises(ProfileError, match=r"^3 faults"):
         load_profile("tiny", ["rollout.group_size=1", "rollout.kv_tokens=1", "topology.ranks_per_node=5"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["algorithm.name=reinforce_pp", "schedule.early_groups=true"], "schedule.early_groups: got `true`"),
+        (
+            ["algorithm.name=reinforce_pp", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"],
+            "algorithm.kl_in: got `reward`",
+        ),
+        (["algorithm.importance_cap=2", "algorithm.old_logprobs=rollout"], "algorithm.importance_cap: got 2"),
+        (["algorithm.num_minibatches=5"], "algorithm.num_minibatches: got 5, expected a divisor of the 32"),
+        (["algorithm.overlong_buffer_tokens=9"], "expected at most `rollout.max_new_tokens` (8)"),
+        (["rollout.group_size=1", "algorithm.name=rloo"], "RLOO needs at least two responses"),
+        (["algorithm.name=grpoo"], "algorithm.name: got the text `grpoo`, expected `grpo`"),
+    ],
+)
+def test_faults_of_algorithms(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_profile("tiny", overrides)
+    assert expected in caught.value.message
+
+
+def test_a_named_algorithm_sets_what_the_profile_does_not() -> None:
+    plain, own = load_profile("tiny"), load_profile("tiny", ["algorithm.name=dapo", "algorithm.clip_high=0.5"])
+    assert (plain.algorithm.clip_high, plain.algorithm.skip_zero_variance) == (0.2, False)
+    assert (own.algorithm.clip_high, own.algorithm.skip_zero_variance) == (0.5, True)
+    batch = load_profile("tiny", ["algorithm.name=reinforce_pp"])
+    assert (batch.algorithm.advantage, batch.schedule.early_groups) == ("batch_std", False)
+    # What was resolved once stays as it is.
+    assert parse_profile(resolved_yaml(own), "again") == own
+
+
+def test_reward_function_alone_is_a_part() -> None:
+    assert load_profile("tiny", ["reward=mine.py:score"]).reward.parts == {"mine.py:score": 1.0}
+    assert load_profile("tiny", ["reward.parts={exact: 1, format: 0.5}"]).reward.parts == {"exact": 1.0, "format": 0.5}

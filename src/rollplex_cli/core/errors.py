@@ -12,6 +12,7 @@ RollplexError (1)
 +-- UsageError (2)              arguments or paths that cannot be right
 |   +-- ProfileError (2)        one or more faults in a profile
 |   +-- DataError (2)           rows or media that cannot be read
+|       +-- LongPromptError (2) a prompt of more tokens than the profile allows
 +-- DoesNotFitError (3)         this machine or budget cannot hold the job
 +-- ClusterError (4)            launcher, port, scheduler or node trouble
 +-- TargetNotReachedError (5)   the run ended below the target of its profile
@@ -88,6 +89,10 @@ class ProfileError(UsageError):
 
 class DataError(UsageError):
     """Rows or media that cannot be read."""
+
+
+class LongPromptError(DataError):
+    """A prompt of more tokens than `data.max_prompt_tokens`."""
 
 
 class DoesNotFitError(RollplexError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from rollplex_cli.core.errors import DataError
+from rollplex_cli.core.errors import DataError, LongPromptError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from rollplex_cli.data.order import BatchOrder
     from rollplex_cli.data.types import Prompt, Sample
 
+log = logging.getLogger("rollplex.data")
+
 DEFAULT_CACHE_BYTES = 1 << 30
 PREFETCH_STEPS = 2
+MAX_BAD_ROWS = 1000
 MAX_REPLACEMENTS = 8
 """Bad samples in a row for one slot of a batch before the run stops, even where it may skip them."""
 
@@ -55,14 +59,20 @@ class PromptCache:
                 self.num_bytes += size
         return prompt
 
+    def close(self) -> None:
+        """Close the builder, where it holds processes."""
+        close = getattr(self._builder, "close", None)
+        if close is not None:
+            close()
+
 
 class PromptLoader:
     """Hands out the prompts of a step, in the order's order, and builds the next steps' meanwhile.
 
     The prompts depend on the order, the step and the files only: not on the workers, not on what was asked before.
-    A sample that cannot be used is an error, or with `on_bad_media="skip"` is replaced by the sample that the same
-    slot has in the next step (then the one after), is entered in `skipped`, and is an error after
-    `MAX_REPLACEMENTS` in a row.
+    A sample that cannot be used is an error, or with `on_bad_media="skip"` (`on_long_prompt` for one that is too
+    long) is replaced by the sample that the same slot has in the next step (then the one after), is entered in
+    `skipped`, and is an error after `MAX_REPLACEMENTS` in a row or `max_bad_rows` in all.
 
     Args:
         samples: rows of the split; as many as the order was made for.
@@ -78,6 +88,8 @@ class PromptLoader:
         *,
         num_workers: int = 1,
         on_bad_media: Literal["error", "skip"] = "error",
+        on_long_prompt: Literal["error", "skip"] = "error",
+        max_bad_rows: int = MAX_BAD_ROWS,
         prefetch_steps: int = PREFETCH_STEPS,
     ) -> None:
         if len(samples) != order.num_samples:
@@ -85,7 +97,8 @@ class PromptLoader:
         self._samples = samples
         self._builder = builder
         self._order = order
-        self._may_skip = on_bad_media == "skip"
+        self._skip_bad, self._skip_long = on_bad_media == "skip", on_long_prompt == "skip"
+        self._max_bad_rows = max_bad_rows
         self._prefetch_steps = prefetch_steps
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="prompts") if num_workers else None
         self._pending: dict[int, Future[Prompt]] = {}
@@ -134,10 +147,17 @@ class PromptLoader:
             try:
                 return self._builder.build(sample)
             except DataError as error:
-                if not self._may_skip:
+                if not (self._skip_long if isinstance(error, LongPromptError) else self._skip_bad):
                     raise
+                if sample.sample_id not in self.skipped:
+                    log.warning("left out: %s", error.message)
                 self.skipped[sample.sample_id] = error.message
                 last = error
+                if len(self.skipped) > self._max_bad_rows:
+                    raise DataError(
+                        f"more unusable samples than `data.max_bad_rows` allows ({self._max_bad_rows}), the last one: "
+                        f"{error.message}"
+                    ) from None
         raise DataError(
             f"too many unusable samples ({len(self.skipped)} so far, {MAX_REPLACEMENTS + 1} in a row), the last one: "
             f"{last.message}",

@@ -7,7 +7,7 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
-from rollplex_cli.core.errors import DataError, UsageError
+from rollplex_cli.core.errors import DataError, LongPromptError, UsageError
 from rollplex_cli.data.compat import ensure_torchvision
 from rollplex_cli.data.types import Media, Prompt
 from rollplex_cli.data.video import TEMPORAL_PATCH, read_video
@@ -70,13 +70,13 @@ class PromptBuilder:
         return self.eos_token_id if pad is None else int(pad)
 
     def build(self, sample: Sample) -> Prompt:
-        """The prompt of a sample: one user turn with its media, then its question.
+        """The prompt of a sample: its messages, or one user turn with its media, then its question.
 
         Raises:
             DataError: media that cannot be read, a question that holds special tokens, or a prompt longer than
                 `data.max_prompt_tokens`; the message names the sample.
         """
-        self._check_question(sample)
+        self._check_text(sample)
         try:
             media = tuple(self._media(reference) for reference in sample.media)
         except DataError as error:
@@ -84,7 +84,7 @@ class PromptBuilder:
         token_ids = self._expand(self._template_ids(sample), media)
         limit = self._profile.max_prompt_tokens
         if len(token_ids) > limit:
-            raise DataError(
+            raise LongPromptError(
                 f"sample `{sample.sample_id}`: prompt has {len(token_ids)} tokens, more than `data.max_prompt_tokens` "
                 f"allows: {limit}",
                 hint="lower `data.fps`, `data.max_frames` or `data.max_pixels`, or raise `data.max_prompt_tokens`",
@@ -103,21 +103,22 @@ class PromptBuilder:
             self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         )
 
-    def _check_question(self, sample: Sample) -> None:
+    def _check_text(self, sample: Sample) -> None:
         # A special token in a question would become a control token: a media placeholder without media, or a turn
         # that the user never took.
-        if found := self._special.search(sample.question):
-            raise DataError(
-                f"sample `{sample.sample_id}`: question holds the special token: {found.group()}",
-                hint="media belong in the sample's `media`, not in its text",
-            )
+        for message in sample.turns():
+            for part in message.content:
+                if isinstance(part, str) and (found := self._special.search(part)):
+                    raise DataError(
+                        f"sample `{sample.sample_id}`: question holds the special token: {found.group()}",
+                        hint="media belong in the sample's `media`, not in its text",
+                    )
 
     def _template_ids(self, sample: Sample) -> list[int]:
-        content = [{"type": reference.kind} for reference in sample.media]
-        message = {"role": "user", "content": [*content, {"type": "text", "text": sample.question}]}
+        messages = [{"role": turn.role, "content": [_part(part) for part in turn.content]} for turn in sample.turns()]
         with self._lock:
             ids = self._tokenizer.apply_chat_template(
-                [message], chat_template=self._template, tokenize=True, add_generation_prompt=True, return_dict=False
+                messages, chat_template=self._template, tokenize=True, add_generation_prompt=True, return_dict=False
             )
         return [int(i) for i in ids]
 
@@ -145,11 +146,15 @@ class PromptBuilder:
         return self._read_video(reference.path) if reference.kind == "video" else self._read_image(reference.path)
 
     def _read_video(self, path: Path) -> Media:
-        clip = read_video(path, fps=self._profile.fps, max_frames=self._profile.max_frames)
-        frames = _channels_first(clip.frames)
+        profile = self._profile
+        clip = read_video(
+            path, fps=profile.fps, max_frames=profile.max_frames, min_frames=profile.min_frames,
+            rule=profile.frame_sampling,
+        )  # fmt: skip
+        frames, size = _channels_first(clip.frames), self._size(len(clip.frames))
         # Frames are sampled already: the processor only resizes, normalises and cuts.
         output = _process(
-            lambda: self._video(videos=[frames], do_sample_frames=False, size=self._size(), return_tensors="pt"), path
+            lambda: self._video(videos=[frames], do_sample_frames=False, size=size, return_tensors="pt"), path
         )
         seconds = TEMPORAL_PATCH / clip.sampled_fps
         return _medium("video", output["pixel_values_videos"], output["video_grid_thw"], seconds)
@@ -159,9 +164,19 @@ class PromptBuilder:
         output = _process(lambda: self._image(images=[pixels], size=self._size(), return_tensors="pt"), path)
         return _medium("image", output["pixel_values"], output["image_grid_thw"], 0.0)
 
-    def _size(self) -> dict[str, int]:
+    def _size(self, num_frames: int = 0) -> dict[str, int]:
+        """Limits on the pixels of an image, or of each of a video's frames. What a long video may have in all is
+        shared out as `qwen-vl-utils` does: by pairs of frames, and never so that nothing fits any more."""
+        profile, most = self._profile, self._profile.max_pixels
+        if num_frames and profile.total_pixels is not None:
+            share = profile.total_pixels * TEMPORAL_PATCH // num_frames
+            most = min(most, max(share, int(profile.min_pixels * 1.05)))
         # The processors call the least and most number of pixels "edges".
-        return {"shortest_edge": self._profile.min_pixels, "longest_edge": self._profile.max_pixels}
+        return {"shortest_edge": profile.min_pixels, "longest_edge": most}
+
+
+def _part(part: str | MediaRef) -> dict[str, str]:
+    return {"type": "text", "text": part} if isinstance(part, str) else {"type": part.kind}
 
 
 def _load(folder: Path) -> Any:
@@ -188,7 +203,11 @@ def _load_image(path: Path) -> NDArray[Any]:
         raise DataError(f"no such image: {path}")
     try:
         with Image.open(path) as image:
-            return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+            upright = ImageOps.exif_transpose(image)
+            if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+                # Without a background, what is transparent shows whatever colour lies beneath.
+                upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
+            return np.asarray(upright.convert("RGB"))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise DataError(f"image cannot be decoded ({error}): {path}") from None
 

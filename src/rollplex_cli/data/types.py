@@ -19,6 +19,14 @@ class MediaRef:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One turn of a conversation: text and media in the order in which the model sees them."""
+
+    role: Literal["system", "user", "assistant"]
+    content: tuple[str | MediaRef, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One row: a question about media with its true answer."""
 
@@ -29,6 +37,14 @@ class Sample:
     """Which kind of question; only used to break results down."""
     media: tuple[MediaRef, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    """Further columns of the row, for reward functions."""
+    messages: tuple[Message, ...] = ()
+    """The whole prompt, where it is more than one user turn of the media followed by the question. Its media are
+    those of `media`, in that order; `question` is then only shown to people."""
+
+    def turns(self) -> tuple[Message, ...]:
+        """The prompt as messages, whichever way it is given."""
+        return self.messages or (Message(role="user", content=(*self.media, self.question)),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,20 +5,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from rollplex_cli.core.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
 TEMPORAL_PATCH = 2
 """Frames per temporal patch of Qwen2.5-VL: the number of sampled frames is a multiple of it."""
+
+FrameRule = Literal["processor", "qwen_vl_utils"]
+
+FORMATS = (
+    "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegts,mpegvideo,flv,asf,gif,ogg,h264,hevc,ivf,wav,mp3,aac,flac"
+)
+"""Containers that hold their frames themselves (some of them none: those are named in the message)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +43,39 @@ class VideoClip:
     """Average frames per second of the file."""
 
 
-def sample_indices(num_frames: int, source_fps: float, fps: float, max_frames: int) -> list[int]:
+def sample_indices(
+    num_frames: int,
+    source_fps: float,
+    fps: float,
+    max_frames: int,
+    min_frames: int = TEMPORAL_PATCH,
+    rule: FrameRule = "processor",
+) -> list[int]:
     """Which frames of a file to show: evenly spread, about `fps` a second, an even number of them.
 
-    As Qwen's own processor does: the count is the duration times `fps`, at most `max_frames` and `num_frames`,
-    rounded down to a multiple of two and never under two; frame i of n is i * num_frames / n, rounded down.
+    The count is the duration times `fps`, at least `min_frames`, at most `max_frames` and `num_frames`, rounded down
+    to a multiple of two and never under two. By the rule `processor`, as Qwen's own processor does, frame i of n is
+    i * num_frames / n, rounded down; by `qwen_vl_utils` it is i * (num_frames - 1) / (n - 1) in float32, rounded to
+    the nearest, halves to even: the last frame is always shown.
 
     Raises:
         ValueError: for fewer than two frames or a `max_frames` under two.
     """
     if num_frames < TEMPORAL_PATCH or max_frames < TEMPORAL_PATCH:
         raise ValueError(f"at least two frames are needed: {min(num_frames, max_frames)}")
-    wanted = min(num_frames / source_fps * fps, max_frames, num_frames)
+    wanted = min(max(num_frames / source_fps * fps, min_frames), max_frames, num_frames)
     # The tolerance keeps 8 frames at a source rate such as 30000/1001 from becoming 6.
     count = max(TEMPORAL_PATCH, math.floor(wanted / TEMPORAL_PATCH + 1e-6) * TEMPORAL_PATCH)
-    return [i * num_frames // count for i in range(count)]
+    if rule == "processor":
+        return [i * num_frames // count for i in range(count)]
+    spread = np.linspace(0, num_frames - 1, count, dtype=np.float32)
+    return [int(i) for i in np.round(spread)]
 
 
-def read_video(path: Path, *, fps: float, max_frames: int) -> VideoClip:
-    """Decode `path` and keep about `fps` frames a second, `max_frames` at most.
+def read_video(
+    path: Path, *, fps: float, max_frames: int, min_frames: int = TEMPORAL_PATCH, rule: FrameRule = "processor"
+) -> VideoClip:
+    """Decode `path` and keep about `fps` frames a second, `max_frames` at most; see `sample_indices`.
 
     The file may have a variable frame rate: frames are chosen by number, `sampled_fps` is their average rate and
     `timestamps` are exact. Only chosen frames are held, so memory does not grow with the length of the file.
@@ -68,7 +90,7 @@ def read_video(path: Path, *, fps: float, max_frames: int) -> VideoClip:
     if path.stat().st_size == 0:
         raise DataError(f"video is empty (0 bytes): {path}")
     try:
-        return _read(path, fps, max_frames)
+        return _read(path, partial(sample_indices, fps=fps, max_frames=max_frames, min_frames=min_frames, rule=rule))
     except (av.FFmpegError, OSError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         raise DataError(f"video cannot be decoded ({reason or error}): {path}") from None
@@ -93,16 +115,21 @@ def write_video(path: Path, frames: Sequence[NDArray[np.uint8]] | NDArray[np.uin
         container.mux(stream.encode(None))
 
 
-def _read(path: Path, fps: float, max_frames: int) -> VideoClip:
+def _open(path: Path) -> Any:
+    """A container that cannot lead elsewhere: a playlist under any name would open what it lists, URLs included."""
     import av
 
-    with av.open(str(path)) as container:
+    return av.open(str(path), options={"protocol_whitelist": "file", "format_whitelist": FORMATS})
+
+
+def _read(path: Path, choose: Callable[[int, float], list[int]]) -> VideoClip:
+    with _open(path) as container:
         if not container.streams.video:
             raise DataError(f"file has no video stream: {path}")
         times, source_fps = _frame_times(container, path)
     if len(times) < TEMPORAL_PATCH:
         raise DataError(f"video has too few frames, at least {TEMPORAL_PATCH} are needed: {path} ({len(times)})")
-    indices = sample_indices(len(times), source_fps, fps, max_frames)
+    indices = choose(len(times), source_fps)
     return VideoClip(
         frames=np.stack(_pictures(path, indices)),
         timestamps=tuple(times[i] - times[0] for i in indices),
@@ -134,10 +161,8 @@ def _frame_times(container: Any, path: Path) -> tuple[list[float], float]:
 
 def _pictures(path: Path, indices: Sequence[int]) -> list[NDArray[np.uint8]]:
     """Frames `indices` (ascending, in order of presentation), decoded; nothing behind the last is decoded."""
-    import av
-
     wanted, found = set(indices), []
-    with av.open(str(path)) as container:
+    with _open(path) as container:
         for index, frame in enumerate(container.decode(container.streams.video[0])):
             if index in wanted:
                 if frame.is_corrupt:

@@ -94,7 +94,7 @@ LIFETIMES: dict[str, Lifetime] = {
             _C.BOUNDARY,
             "reference",
             _K.REF_SUFFIX,
-            {_K.ACTOR_SUFFIX},
+            {_K.ADVANTAGE, _K.ACTOR_SUFFIX},
             _K.ACTOR_SUFFIX,
             per_group=True,
         ),

@@ -19,14 +19,51 @@ def faults(profile: Profile) -> Iterator[tuple[str, str]]:
 
 
 def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
-    if profile.algorithm.name == "grpo" and profile.rollout.group_size < 2:
+    algorithm, name = profile.algorithm, profile.algorithm.name
+    if profile.rollout.group_size < 2:
         text = (
-            f"got {profile.rollout.group_size}, GRPO needs at least two responses per prompt: "
+            f"got {profile.rollout.group_size}, {name.upper()} needs at least two responses per prompt: "
             "an advantage is a reward compared with its group's mean"
         )
         yield "rollout.group_size", text
     if profile.rollout.top_k == 0:
         yield "rollout.top_k", "got 0, expected -1 (keep every token) or an integer >= 1"
+    if algorithm.advantage == "batch_std":
+        if profile.schedule.name == "rollplex" and profile.schedule.early_groups:
+            text = (
+                "got `true`, expected `false` with `algorithm.advantage: batch_std`: the advantage of a group waits "
+                "for the rewards of the whole batch"
+            )
+            yield "schedule.early_groups", text
+        if algorithm.kl_in == "reward" and algorithm.kl_coef:
+            text = (
+                "got `reward`, expected `loss` with `algorithm.advantage: batch_std`: the deviation of the batch is "
+                "taken before the reference has scored it"
+            )
+            yield "algorithm.kl_in", text
+    if algorithm.importance_cap is not None and algorithm.old_logprobs == "rollout":
+        text = (
+            f"got {algorithm.importance_cap:g}, expected `null` with `algorithm.old_logprobs: rollout`: the ratio "
+            "itself then corrects for the rollout"
+        )
+        yield "algorithm.importance_cap", text
+    if algorithm.overlong_buffer_tokens > profile.rollout.max_new_tokens:
+        text = (
+            f"got {algorithm.overlong_buffer_tokens}, expected at most `rollout.max_new_tokens` "
+            f"({profile.rollout.max_new_tokens})"
+        )
+        yield "algorithm.overlong_buffer_tokens", text
+
+
+def _minibatches(profile: Profile) -> Iterator[tuple[str, str]]:
+    """Asked once the prompts are known to divide."""
+    groups, wanted = profile.algorithm.prompts_per_step // profile.data_parallel, profile.algorithm.num_minibatches
+    if groups % wanted:
+        text = (
+            f"got {wanted}, expected a divisor of the {groups} prompt groups of a rank (prompts_per_step "
+            f"{profile.algorithm.prompts_per_step} / data-parallel degree {profile.data_parallel})"
+        )
+        yield "algorithm.num_minibatches", text
 
 
 def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
@@ -53,6 +90,8 @@ def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
             f"(num_nodes {nodes} x ranks_per_node {per_node} / train_tp {topology.train_tp})"
         )
         yield "algorithm.prompts_per_step", text
+        return
+    yield from _minibatches(profile)
 
 
 def _lengths(profile: Profile) -> Iterator[tuple[str, str]]:

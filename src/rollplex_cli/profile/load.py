@@ -12,6 +12,7 @@ from rapidfuzz import fuzz, process
 from rollplex_cli.core.errors import ProfileError
 from rollplex_cli.core.resources import shipped_profiles
 from rollplex_cli.profile import checks, fields
+from rollplex_cli.profile.presets import fill_in
 from rollplex_cli.profile.schema import Profile
 from rollplex_cli.profile.source import Fault, KeyPath, Source, apply_override, dotted, read_source
 
@@ -42,6 +43,7 @@ def parse_profile(text: str, name: str, overrides: Sequence[str] = ()) -> Profil
     source = read_source(text, name)
     for order, argument in enumerate(overrides):
         apply_override(source, argument, order)
+    fill_in(source.values)
     profile = _validate(source)
     if profile is not None and not source.faults:
         for key, text in checks.faults(profile):

@@ -44,6 +44,8 @@ class ModelProfile:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations. Masters, moments and gradients are float32 in any case."""
     trust_remote_code: bool = False
+    freeze_vision: bool = False
+    """Keep the vision tower with its projector as it is: no gradients, no optimizer state, no backward through it."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -71,10 +73,32 @@ class DataProfile:
     max_pixels: PositiveInt = 602112
     """Per frame, after resizing."""
     max_prompt_tokens: PositiveInt = 8192
-    """A longer prompt is an error that names the row: media tokens are never cut."""
+    """No longer prompt is trained on; nothing is ever cut."""
+    on_long_prompt: Literal["error", "skip"] = "error"
+    """A prompt that is too long ends the run with the row's name, or another row takes its place."""
+    min_frames: PositiveInt = 2
+    """A clip too short for `fps` shows at least this many of its frames, if it has them."""
+    total_pixels: PositiveInt | None = None
+    """Pixels of all frames of a video together; long clips get smaller frames. `null` sets no limit but
+    `max_frames` x `max_pixels`."""
+    frame_sampling: Literal["processor", "qwen_vl_utils"] = "processor"
+    """Which frames are shown: as the Hugging Face processor chooses them (frame i * N / n), or as `qwen-vl-utils`
+    does (evenly from the first frame to the last)."""
     on_bad_media: Literal["error", "skip"] = "error"
+    """`skip` reports a row whose media cannot be read and takes another in its place."""
+    max_bad_rows: PositiveInt = 1000
+    """With `skip`: the run ends when more rows than this were left out."""
     num_workers: NonNegativeInt = 1
-    """Threads that decode and preprocess ahead of the step; 0 decodes in the step."""
+    """Decode and preprocess this many prompts at a time ahead of the step; 0 does it in the step."""
+    worker_kind: Literal["thread", "process"] = "thread"
+    """Processes survive crashes and hangs of a decoder and share no interpreter lock; each loads the processor
+    (some seconds and 0.5 GiB)."""
+    prefetch_steps: PositiveInt = 2
+    """How many steps ahead prompts are built."""
+    decode_timeout_s: PositiveFloat = 120.0
+    """With `process`: a row that takes longer counts as bad media."""
+    cache_gib: NonNegativeFloat = 1.0
+    """Built prompts with their pixels are kept in host memory up to this size, per rank."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -96,21 +120,62 @@ class RolloutProfile:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardProfile:
+    """What a response earns. `reward: file.py:function` alone is short for that one part with weight 1."""
+
+    parts: dict[str, float] = Field(default_factory=dict)
+    """Weights by reward type (`auto`, `exact`, `multiple_choice`, `numerical`, `regression`, `ocr`, `free_text`,
+    `math`, `format`, `think_format`) or `file.py:function`. Without any, the task's own function is the reward."""
+    num_workers: PositiveInt = 2
+    """Processes for functions of one's own and for `math`."""
+    timeout_s: PositiveFloat = 30.0
+    """Limit on one call in a worker process, which is killed and replaced."""
+    on_error: Literal["error", "zero"] = "error"
+    """A function that fails ends the run with its name, or its call counts 0 and `reward_errors` grows."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class AlgorithmProfile:
     """Advantages, loss and KL."""
 
-    name: Literal["grpo"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "ppo"] = "grpo"
+    """Sets the defaults of the keys below (see `presets.py`); any of them may be set over it."""
     prompts_per_step: PositiveInt = 32
     """Prompt groups per step over all ranks; divisible by the data-parallel degree."""
+    advantage: Literal["group_std", "group_mean", "leave_one_out", "batch_std"] = "group_std"
+    """Baseline and scale of rewards: the group's mean and standard deviation, its mean alone, the mean of the other
+    responses, or the group's mean with the standard deviation of the whole batch (which no early group can have)."""
+    ratio: Literal["token", "sequence", "cispo"] = "token"
+    """What is clipped: the ratio of each token (PPO), of each response (GSPO), or the weight of log p, which then
+    keeps its gradient (CISPO)."""
     advantage_epsilon: PositiveFloat = 1e-4
     """Added to the standard deviation of a group's rewards."""
     clip_low: Fraction = 0.2
     clip_high: Annotated[float, Field(ge=0, le=10)] = 0.2
-    loss_normalizer: Literal["tokens", "responses"] = "tokens"
-    """`tokens`: mean over all response tokens of the step; `responses`: mean of per-response means."""
+    loss_normalizer: Literal["tokens", "responses", "sequences", "constant"] = "tokens"
+    """`tokens`: mean over all response tokens of the step; `responses`: mean of per-response means; `sequences`:
+    mean of per-response sums; `constant`: that, divided by `rollout.max_new_tokens`."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL term in the loss. 0 means that no reference model exists at all."""
+    """Weight of the KL term. 0 means that no reference model exists at all."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    """`reward` takes coefficient times the estimate, summed over the response, off each reward."""
+    importance_cap: PositiveFloat | None = None
+    """Truncated importance sampling: each token's loss times min(p_trainer / p_rollout, cap). `null` is off."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy bonus, estimated from the sampled tokens."""
+    num_minibatches: PositiveInt = 1
+    """Updates per pass over a rollout; divides the prompt groups of a rank."""
+    num_epochs: PositiveInt = 1
+    """Passes over a rollout."""
+    skip_zero_variance: bool = False
+    """Leave groups whose rewards are all equal out of loss and normaliser (DAPO's filter)."""
+    overlong_buffer_tokens: NonNegativeInt = 0
+    """Length penalty over the last so many of `rollout.max_new_tokens` tokens, rising from 0 to
+    `overlong_penalty` (DAPO's soft punishment); 0 is off."""
+    overlong_penalty: NonNegativeFloat = 1.0
+    mask_truncated: bool = False
+    """Leave responses that were cut at `rollout.max_new_tokens` out of the loss."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """Denominator of the ratio: the trainer's own log-probs under the same weights (ratio exactly 1 on the
     first minibatch), or the rollout's."""
@@ -175,12 +240,22 @@ class TargetProfile:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluationProfile:
-    """Greedy answers on the held-out split; never used for a decision."""
+    """Answers on the held-out split: before the first step, every `every_steps`, and after the last."""
 
     num_samples: NonNegativeInt = 0
     """0 turns evaluation off."""
     every_steps: NonNegativeInt = 0
     """0 evaluates only before the first and after the last step."""
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    num_responses: PositiveInt = 1
+    """Responses per sample; figures are means over all of them."""
+    max_new_tokens: PositiveInt | None = None
+    """`null` takes `rollout.max_new_tokens`."""
+    best_metric: str | None = None
+    """Keep the checkpoint with the highest held-out figure of this name (`reward`, `accuracy`, or a reward part)
+    besides the newest ones, and name it in `checkpoints/best`. `null` keeps none: then no figure decides anything."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -191,6 +266,21 @@ class GuardsProfile:
     """Largest mean absolute difference between rollout and trainer log-probs of the same tokens."""
     zero_reward_steps: PositiveInt = 10
     """Steps in a row in which every reward is zero before the run stops."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoggingProfile:
+    """Where figures and responses go besides `metrics.jsonl` and the console."""
+
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` in the run folder."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases (`pip install wandb`); `offline` writes to the run folder and sends nothing."""
+    wandb_project: str = "rollplex"
+    rollouts_every: NonNegativeInt = 1
+    """Steps between dumps of all responses to `rollouts/`; 0 keeps none."""
+    token_logprobs: bool = False
+    """Whether dumps hold the log-probs of every token, of rollout and trainer."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -230,6 +320,7 @@ class Profile:
     topology: TopologyProfile = Field(default_factory=TopologyProfile)
     data: DataProfile = Field(default_factory=DataProfile)
     rollout: RolloutProfile = Field(default_factory=RolloutProfile)
+    reward: RewardProfile = Field(default_factory=RewardProfile)
     algorithm: AlgorithmProfile = Field(default_factory=AlgorithmProfile)
     optimizer: OptimizerProfile = Field(default_factory=OptimizerProfile)
     schedule: ScheduleProfile = Field(default_factory=ScheduleProfile)
@@ -237,6 +328,7 @@ class Profile:
     target: TargetProfile | None = None
     evaluation: EvaluationProfile = Field(default_factory=EvaluationProfile)
     guards: GuardsProfile = Field(default_factory=GuardsProfile)
+    logging: LoggingProfile = Field(default_factory=LoggingProfile)
     memory: MemoryProfile = Field(default_factory=MemoryProfile)
     runtime: RuntimeProfile = Field(default_factory=RuntimeProfile)
 

@@ -114,7 +114,7 @@ def _draw_reward(axes: Any, data: RunData, rows: Sequence[Row]) -> None:
             markersize=7,
             clip_on=False,
             zorder=5,
-            label="held-out accuracy (greedy)",
+            label="held-out accuracy",
         )
         for step, accuracy in (points[0], points[-1]):
             axes.annotate(f"{accuracy:.2f}", (step, accuracy), (0, 9), textcoords="offset points", ha="center")

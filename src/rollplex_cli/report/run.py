@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from rollplex_cli.core.files import read_tail
+from rollplex_cli.report.page.page import write_page
 from rollplex_cli.report.plots import draw_curves
 from rollplex_cli.report.series import (
     Row,
@@ -55,6 +56,8 @@ def render(run_dir: str | Path, console: Console, json: bool = False) -> None:
         files.append(data.folder.report_dir / "trace.json")
         write_trace(spans, files[-1])
     report = describe(data)
+    if report["num_steps"]:
+        files.append(write_page(data, report, [path for path in files if path.suffix == ".png"]))
     if json:
         report["files"] = [str(path) for path in files]
         console.file.write(json_module.dumps(report, indent=2) + "\n")

@@ -62,7 +62,10 @@ def _schedule(rank: Rank, name: str) -> Schedule:
     if name not in ("rollplex", "colocate"):
         raise UsageError(f"no such baseline: `{name}`", hint="baselines are: colocate")
     settings = rank.profile.schedule
-    return schedule_from(name, early_groups=settings.early_groups, prefixes_in_flight=settings.prefixes_in_flight)
+    return schedule_from(
+        name, early_groups=settings.early_groups, prefixes_in_flight=settings.prefixes_in_flight,
+        advantages_wait=rank.profile.algorithm.advantage == "batch_std",
+    )  # fmt: skip
 
 
 def _lengths(rank: Rank, pair: int, group: int) -> list[int]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 _NAME = re.compile(r"^step-(\d{6,})$")
-STATE, TENSORS, LATEST = "state.json", "optimizer.safetensors", "latest"
+STATE, TENSORS, LATEST, BEST = "state.json", "optimizer.safetensors", "latest", "best"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +45,16 @@ class Checkpoint:
         return load_file(self.path / TENSORS)
 
 
-def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint and drop all but the newest `keep`.
+def save(
+    folder: Path,
+    step: int,
+    tensors: dict[str, torch.Tensor],
+    state: dict[str, Any],
+    keep: int,
+    *,
+    is_best: bool = False,
+) -> Path:
+    """Write a checkpoint and drop all but the newest `keep` and the one that was last said to be the best.
 
     Raises:
         RunFailedError: the disk refused; the earlier checkpoints are untouched.
@@ -65,6 +73,8 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
         draft.rename(final)
         _sync(folder)
         write_atomic(folder / LATEST, final.name + "\n")
+        if is_best:
+            write_atomic(folder / BEST, final.name + "\n")
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise RunFailedError(
@@ -72,8 +82,19 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[
             hint="earlier checkpoints are intact; free space and start again with `--resume`",
         ) from error
     for old in sorted(_complete(folder), key=lambda c: c.step)[: -max(1, keep)]:
-        shutil.rmtree(old.path, ignore_errors=True)
+        if old.path.name != _named(folder / BEST):
+            shutil.rmtree(old.path, ignore_errors=True)
     return final
+
+
+def best(folder: Path) -> Checkpoint | None:
+    """The checkpoint that `best` names, or None."""
+    name = _named(folder / BEST)
+    return next((c for c in _complete(folder) if c.path.name == name), None)
+
+
+def _named(path: Path) -> str:
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""
 
 
 def newest(folder: Path) -> Checkpoint | None:

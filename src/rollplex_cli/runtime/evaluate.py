@@ -1,13 +1,13 @@
-"""Greedy answers on the held-out split. They decide nothing: no target, no checkpoint choice, no stop."""
+"""Answers on the held-out split. They decide nothing but, where asked for, which checkpoint is kept as the best."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.names import Phase
+from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
-from rollplex_cli.rl.rewards import score
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.rollout.base import Response, RolloutEngine
     from rollplex_cli.runtime.assembly.rank import Rank
+
+FORM_PARTS = frozenset({"format", "think_format"})
 
 
 def answer_all(
@@ -41,10 +43,10 @@ def answer_all(
 
 
 def evaluate(rank: Rank) -> dict[str, Any]:
-    """Answer the held-out samples greedily, shared out among the ranks; in phase EVALUATE.
+    """Answer the held-out samples with the evaluation's own sampling, shared out among the ranks; in phase EVALUATE.
 
-    Returns `heldout_reward`, `heldout_<part>` for each reward part as a share of its weightless count, and
-    `num_samples`.
+    Returns `heldout_reward`, `heldout_accuracy`, `heldout_<part>` for each reward part (means over all responses),
+    `heldout_tokens` and `num_samples`.
     """
     rank.control.go(rank.machine, Phase.EVALUATE)
     profile = rank.profile
@@ -56,23 +58,33 @@ def evaluate(rank: Rank) -> dict[str, Any]:
     for values in rank.peers.meet(f"step {rank.control.step}: evaluation", sums, rank.control.tick):
         for name, value in values.items():
             total[name] = total.get(name, 0.0) + value
-    count = max(1.0, total.pop("num_samples", 0.0))
+    num_samples, count = int(total.pop("num_samples", 0.0)), max(1.0, total.pop("num_responses", 0.0))
     result: dict[str, Any] = {f"heldout_{name}": value / count for name, value in sorted(total.items())}
-    return {**result, "num_samples": int(count)}
+    return {**result, "num_samples": num_samples}
 
 
 def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
-    rollout, sums = rank.profile.rollout, {"num_samples": float(len(samples)), "reward": 0.0, "accuracy": 0.0}
-    settings = SamplingSettings(max_new_tokens=rollout.max_new_tokens, temperature=0.0)
+    settings, limit = rank.profile.evaluation, rank.profile.rollout.max_new_tokens
+    sums = {"num_samples": float(len(samples)), "num_responses": 0.0, "reward": 0.0, "accuracy": 0.0, "tokens": 0.0}
+    sampling = SamplingSettings(
+        max_new_tokens=settings.max_new_tokens or limit, temperature=settings.temperature, top_p=settings.top_p
+    )
+    seed, numbers = rank.profile.runtime.seed, range(settings.num_responses)
+    # By sample, not by rank or step: every evaluation draws alike, so that their differences are the weights'.
+    seeds = [[derive_seed(seed, f"evaluation/{s.sample_id}", i) for i in numbers] for s in samples]
     with rank.events.span("evaluate", step=rank.control.step, phase=Phase.EVALUATE, lane="rollout"):
         inputs = [build_prompt_input(rank.prompts.build(s), rank.media_tokens) for s in samples]
-        answers = answer_all(rank.engines.rollout, inputs, settings, [(0,)] * len(inputs)) if inputs else []
-    for sample, (response,) in zip(samples, answers, strict=True):
-        text = rank.engines.builder.decode_response(response.token_ids)
-        reward = score(rank.engines.task.reward, sample, text, response.finish_reason == "stop")
-        sums["reward"] += reward.total
-        # An answer counts as right when it earns every part but the form.
-        sums["accuracy"] += reward.parts.get("exact", reward.total) > 0
-        for name, value in reward.parts.items():
-            sums[name] = sums.get(name, 0.0) + value
+        answers = answer_all(rank.engines.rollout, inputs, sampling, seeds) if inputs else []
+    for sample, responses in zip(samples, answers, strict=True):
+        texts = [rank.engines.builder.decode_response(r.token_ids) for r in responses]
+        finished = [r.finish_reason == "stop" for r in responses]
+        for response, reward in zip(responses, rank.engines.scorer.score(sample, texts, finished), strict=True):
+            sums["num_responses"] += 1
+            sums["reward"] += reward.total
+            sums["tokens"] += len(response.token_ids)
+            # An answer counts as right when it earns anything besides the form.
+            judged = [value for name, value in reward.parts.items() if name not in FORM_PARTS]
+            sums["accuracy"] += sum(judged) > 0
+            for name, value in reward.parts.items():
+                sums[name] = sums.get(name, 0.0) + value
     return sums

@@ -49,8 +49,9 @@ def export(run: RunFolder, target: Path) -> None:
     """
     import torch
 
+    from rollplex_cli.engines.trainer.actor import is_vision
     from rollplex_cli.engines.weights.export import save_hf
-    from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config
+    from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
     from rollplex_cli.runtime.checkpoint import newest
 
     found = newest(run.checkpoints_dir)
@@ -59,11 +60,16 @@ def export(run: RunFolder, target: Path) -> None:
     if target.is_dir() and not any(target.iterdir()):
         target.rmdir()
     masters = {name.removeprefix(MASTER): t for name, t in found.tensors().items() if name.startswith(MASTER)}
-    dtype = getattr(torch, load_profile(run.profile).model.dtype)
-    model = build_skeleton(load_config(run.base_dir), dtype)
-    model.to_empty(device="cpu")
-    model.tie_weights()
-    params = dict(model.named_parameters())
+    profile = load_profile(run.profile)
+    dtype = getattr(torch, profile.model.dtype)
+    if profile.model.freeze_vision:
+        model = load_model(run.base_dir, dtype)
+        params = {name: p for name, p in model.named_parameters() if not is_vision(name)}
+    else:
+        model = build_skeleton(load_config(run.base_dir), dtype)
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        params = dict(model.named_parameters())
     if set(params) != set(masters):
         raise RunFailedError(f"checkpoint and model differ in: {', '.join(sorted(set(params) ^ set(masters))[:5])}")
     with torch.no_grad():

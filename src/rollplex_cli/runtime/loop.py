@@ -7,13 +7,15 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollplex_cli.core.errors import InterruptedRunError, RunFailedError, TargetNotReachedError
+from rollplex_cli.core.errors import InterruptedRunError, RunFailedError, TargetNotReachedError, UsageError
 from rollplex_cli.core.files import read_jsonl, write_atomic
 from rollplex_cli.core.names import Phase
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.runtime import checkpoint
 from rollplex_cli.runtime.evaluate import evaluate
 from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.output.loggers import open_loggers
+from rollplex_cli.runtime.output.rollouts import rollout_rows
 from rollplex_cli.runtime.step import run_step
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.core.names import TaskKey
     from rollplex_cli.runtime.assembly.rank import Rank
+    from rollplex_cli.runtime.output.loggers import Loggers
     from rollplex_cli.runtime.step import StepResult
 
 
@@ -55,10 +58,13 @@ class Run:
         self.progress = Progress()
         self._boundary = boundary
         self._saved: int | None = None
+        self._loggers: Loggers | None = None
+        """On rank 0, from `run` on."""
         schedule = rank.profile.schedule
         self._schedule = schedule_from(
-            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight
-        )
+            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight,
+            advantages_wait=rank.profile.algorithm.advantage == "batch_std",
+        )  # fmt: skip
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none.
@@ -91,6 +97,15 @@ class Run:
             TargetNotReachedError: the run ended below its profile's target.
             RollplexError: whatever stopped a step.
         """
+        if self.rank.peers.rank == 0:
+            self._loggers = open_loggers(self.rank.profile, self.rank.run, self.progress.step + 1)
+        try:
+            self._all_steps()
+        finally:
+            if self._loggers is not None:
+                self._loggers.close()
+
+    def _all_steps(self) -> None:
         runtime, evaluation = self.rank.profile.runtime, self.rank.profile.evaluation
         if self.progress.step == 0:
             self._evaluate()
@@ -117,7 +132,13 @@ class Run:
         inputs = [build_prompt_input(p, rank.media_tokens) for p in prompts]
         data_wait_s = time.monotonic() - started
         result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary)
-        row = {**result.row, "data_wait_s": data_wait_s, "skipped_samples": len(rank.loader.skipped)}
+        row = {
+            **result.row,
+            "data_wait_s": data_wait_s,
+            "data_wait_share": data_wait_s / (data_wait_s + result.row["step_s"]),
+            "skipped_samples": len(rank.loader.skipped),
+            "reward_errors": rank.engines.scorer.num_errors,
+        }
         self._remember(row)
         self._write(step, row, result)
 
@@ -130,33 +151,22 @@ class Run:
 
     def _write(self, step: int, row: dict[str, Any], result: StepResult) -> None:
         rank = self.rank
-        if rank.peers.rank == 0:
-            with rank.run.metrics.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
-        with self._rollouts.open("a", encoding="utf-8") as stream:
-            for group, prompt in result.tasks.prompts():
-                sample = prompt.prompt.sample
-                record = result.tasks.records[group]
-                for index, text in enumerate(record.texts):
-                    line = {
-                        "step": step,
-                        "sample_id": sample.sample_id,
-                        "question": sample.question,
-                        "answer": sample.answer,
-                        "media": [str(m.path) for m in sample.media],
-                        "response": text,
-                        "tokens": record.lengths[index],
-                        "finish": record.finish[index],
-                        "reward": record.rewards[index],
-                        "parts": {name: values[index] for name, values in record.parts.items()},
-                    }
-                    stream.write(json.dumps(line) + "\n")
+        if self._loggers is not None:
+            self._loggers.step(row)
+        every = rank.profile.logging.rollouts_every
+        if every and step % every == 0:
+            self._dump(step, result)
         limit = rank.profile.guards.zero_reward_steps
         if self.progress.zero_steps >= limit:
             raise RunFailedError(
                 f"every reward was zero for {limit} steps in a row, up to step {step}",
                 hint=f"look at the responses in {self._rollouts}: a wrong answer format or reward function is likely",
             )
+
+    def _dump(self, step: int, result: StepResult) -> None:
+        with self._rollouts.open("a", encoding="utf-8") as stream:
+            for line in rollout_rows(step, result, token_logprobs=self.rank.profile.logging.token_logprobs):
+                stream.write(json.dumps(line) + "\n")
 
     @property
     def _rollouts(self) -> Path:
@@ -180,13 +190,26 @@ class Run:
         if done or not self.rank.profile.evaluation.num_samples:
             return
         row = {"step": self.progress.step, **evaluate(self.rank)}
+        is_best = self._beats_all(row)
         self.progress.evaluations.append(row)
         self._saved = None
-        if self.rank.peers.rank == 0:
-            with self.rank.run.evaluations.open("a", encoding="utf-8") as stream:
-                stream.write(json.dumps(row) + "\n")
+        if self._loggers is not None:
+            self._loggers.evaluation(row)
+        if is_best and self.progress.step:  # the base needs no checkpoint
+            self._save(is_best=True)
 
-    def _save(self) -> None:
+    def _beats_all(self, row: dict[str, Any]) -> bool:
+        """Whether the held-out figure that decides is higher than in every evaluation before."""
+        metric = self.rank.profile.evaluation.best_metric
+        if metric is None:
+            return False
+        key = f"heldout_{metric}"
+        if key not in row:
+            known = ", ".join(k.removeprefix("heldout_") for k in row if k.startswith("heldout_"))
+            raise UsageError(f"no held-out figure for `evaluation.best_metric`, known are {known}: {metric}")
+        return all(float(row[key]) > float(e.get(key, float("-inf"))) for e in self.progress.evaluations)
+
+    def _save(self, *, is_best: bool = False) -> None:
         rank, step = self.rank, self.progress.step
         if self._saved == step:
             return
@@ -198,7 +221,7 @@ class Run:
                 state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH)}
                 keep = rank.profile.runtime.keep_checkpoints
                 write = rank.host_lane.submit(
-                    lambda: checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep)
+                    lambda: checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep, is_best=is_best)
                 )
                 rank.control.await_future(write, "writing the checkpoint")
         rank.peers.meet(f"step {step}: checkpoint", {}, rank.control.tick)

@@ -4,7 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollplex_cli.engines.trainer.actor import SuffixOutcome
+
+_FROM_RECORDS = (
+    "loss_sum",
+    "weight",
+    "kl_sum",
+    "clipped_sum",
+    "importance_sum",
+    "trained_tokens",
+    "checked_tokens",
+    "neg_logprob_sum",
+    "diff_sum",
+)
+"""Figures that groups and ranks simply add up."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,10 +37,20 @@ class GroupRecord:
     lengths: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
+    skipped: bool = False
+    """Left out of the loss: nothing can be learned from it."""
     loss_sum: float = 0.0
-    """Sum over response tokens; the normaliser is applied at the update."""
+    """Sum over response tokens; the normaliser is applied at the update. Of the last update that trained the group,
+    as are the figures up to `trained_tokens`."""
+    weight: int = 0
+    """What the group added to the normaliser."""
     kl_sum: float = 0.0
     clipped_sum: float = 0.0
+    importance_sum: float = 0.0
+    trained_tokens: int = 0
+    """Response tokens that counted in the loss."""
+    checked_tokens: int = 0
+    """Response tokens whose log-probs were compared."""
     neg_logprob_sum: float = 0.0
     """Sum of -log p(sampled token): a Monte-Carlo estimate of the entropy times the number of tokens."""
     diff_sum: float = 0.0
@@ -32,6 +60,22 @@ class GroupRecord:
     """The rollout's log-probs of the response tokens, response by response."""
     trainer_logprobs: list[float] = field(default_factory=list)
     """The trainer's, of the same tokens."""
+
+    def take_logprobs(self, trained: torch.Tensor, sampled: torch.Tensor) -> None:
+        """Compare log-probs [S] of trainer and rollout, both under the weights that sampled."""
+        self.trainer_logprobs = trained.tolist()
+        difference = (trained - sampled).abs()
+        self.diff_sum, self.diff_max = float(difference.sum()), float(difference.max())
+        self.checked_tokens = len(difference)
+
+    def take_outcome(self, outcome: SuffixOutcome, *, kl_in_loss: bool) -> None:
+        """Figures of a training pass."""
+        metrics = outcome.metrics
+        self.loss_sum, self.weight = float(outcome.loss), outcome.weight
+        self.clipped_sum, self.importance_sum = metrics["clipped"], metrics["importance"]
+        self.trained_tokens = int(metrics["tokens"])
+        if kl_in_loss:
+            self.kl_sum = metrics["kl"]
 
     @property
     def num_tokens(self) -> int:
@@ -56,6 +100,11 @@ class StepSums:
     reward_square_sum: float = 0.0
     num_nonzero_rewards: int = 0
     zero_variance: int = 0
+    skipped: int = 0
+    weight: int = 0
+    trained_tokens: int = 0
+    checked_tokens: int = 0
+    importance_sum: float = 0.0
     loss_sum: float = 0.0
     kl_sum: float = 0.0
     clipped_sum: float = 0.0
@@ -77,13 +126,14 @@ class StepSums:
         self.reward_square_sum += sum(r * r for r in record.rewards)
         self.num_nonzero_rewards += sum(r != 0.0 for r in record.rewards)
         self.zero_variance += record.zero_variance
-        for name in ("loss_sum", "kl_sum", "clipped_sum", "neg_logprob_sum", "diff_sum"):
+        self.skipped += record.skipped
+        for name in _FROM_RECORDS:
             setattr(self, name, getattr(self, name) + getattr(record, name))
         self.diff_max = max(self.diff_max, record.diff_max)
         for name, values in record.parts.items():
             self.parts[name] = self.parts.get(name, 0.0) + sum(values)
             self.earned[name] = self.earned.get(name, 0.0) + sum(v > 0 for v in values)
-        mean = record.diff_sum / max(1, record.num_tokens)
+        mean = record.diff_sum / max(1, record.checked_tokens)
         self.worst_groups = sorted([*self.worst_groups, (mean, record.sample_id)], reverse=True)[:3]
 
     def add(self, other: StepSums) -> None:
@@ -96,11 +146,8 @@ class StepSums:
             "reward_square_sum",
             "num_nonzero_rewards",
             "zero_variance",
-            "loss_sum",
-            "kl_sum",
-            "clipped_sum",
-            "neg_logprob_sum",
-            "diff_sum",
+            "skipped",
+            *_FROM_RECORDS,
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.diff_max = max(self.diff_max, other.diff_max)
@@ -122,23 +169,26 @@ class StepSums:
     @property
     def diff_mean(self) -> float:
         """Mean absolute difference between rollout and trainer log-probs."""
-        return self.diff_sum / max(1, self.num_tokens)
+        return self.diff_sum / max(1, self.checked_tokens)
 
-    def metrics(self, *, normalizer: float) -> dict[str, Any]:
+    def metrics(self, *, normalizer: float, kl_in_reward: bool = False) -> dict[str, Any]:
         """The part of the metrics row that comes from groups."""
         responses, tokens = max(1, self.num_responses), max(1, self.num_tokens)
+        trained = max(1, self.trained_tokens)
         mean = self.reward_sum / responses
         variance = max(0.0, self.reward_square_sum / responses - mean * mean)
         return {
             "reward_mean": mean,
             "reward_std": math.sqrt(variance),
             "loss": self.loss_sum / normalizer,
-            "kl": self.kl_sum / tokens,
+            "kl": self.kl_sum / (tokens if kl_in_reward else trained),
             "logprob_diff_mean": self.diff_mean,
             "logprob_diff_max": self.diff_max,
             "response_tokens_mean": self.num_tokens / responses,
             "entropy": self.neg_logprob_sum / tokens,
-            "clip_fraction": self.clipped_sum / tokens,
+            "clip_fraction": self.clipped_sum / trained,
+            "importance_mean": self.importance_sum / trained,
+            "skipped_groups": self.skipped,
             "zero_variance_share": self.zero_variance / max(1, self.num_groups),
             "reward_parts_earned": {name: count / responses for name, count in sorted(self.earned.items())},
             "reward_parts": {name: value / responses for name, value in sorted(self.parts.items())},

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import ParityError, RunFailedError
 from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
+from rollplex_cli.rl.advantages import centred_square_sum, deviation
 from rollplex_cli.runtime.executor.executor import Executor, StoppedError
-from rollplex_cli.runtime.executor.graph import build_step_graph
+from rollplex_cli.runtime.executor.graph import build_step_graph, build_update_graph
 from rollplex_cli.runtime.records import StepSums
 from rollplex_cli.runtime.tasks import StepTasks
 
@@ -57,14 +58,15 @@ def run_step(
         rank.profile, rank.engines, rank.store, rank.theta, rank.events,
         step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
     )  # fmt: skip
-    graph = build_step_graph(range(len(inputs)), reference=rank.engines.reference is not None)
+    in_reward = rank.profile.algorithm.kl_in == "reward"
+    graph = build_step_graph(range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward)
     executor = Executor(
         graph, schedule, rank.machine, rank.theta, tasks.bodies(),
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
     )  # fmt: skip
     executor.on_terminal = rank.store.task_ended
     started = time.monotonic()
-    run = _Run(rank, executor, tasks, step)
+    run = _Run(rank, executor, tasks, step, schedule)
     with _running(rank, executor, tasks):
         phase_s, sums, normalizer = run.phases()
     rank.store.end_step()
@@ -72,7 +74,7 @@ def run_step(
     assert outcome is not None
     row = {
         "step": step,
-        **sums.metrics(normalizer=normalizer),
+        **sums.metrics(normalizer=normalizer, kl_in_reward=in_reward),
         "grad_norm": outcome.grad_norm,
         "lr": outcome.lr,
         "step_s": time.monotonic() - started,
@@ -84,8 +86,9 @@ def run_step(
 class _Run:
     """The sequence of phases of one step."""
 
-    def __init__(self, rank: Rank, executor: Executor, tasks: StepTasks, step: int) -> None:
+    def __init__(self, rank: Rank, executor: Executor, tasks: StepTasks, step: int, schedule: Schedule) -> None:
         self.rank, self.executor, self.tasks, self.step = rank, executor, tasks, step
+        self.schedule = schedule
         self.phase_s: dict[str, float] = {}
 
     def phases(self) -> tuple[dict[str, float], StepSums, float]:
@@ -93,18 +96,67 @@ class _Run:
         tick = self.rank.control.tick
         with self._phase(Phase.GENERATE):
             self.executor.wait([TaskKind.DECODE], tick)
+            if self.schedule.advantages_wait:
+                self.executor.wait([TaskKind.REWARD], tick)
+                self._agree_on_deviation()
         with self._phase(Phase.LEARN):
             self.executor.wait([TaskKind.ACTOR_PREFIX_BACKWARD, TaskKind.ACTOR_SUFFIX], tick)
             self.executor.drain()
             sums = self._agree_on_sums()
-        normalizer = self._normalizer(sums)
-        self.tasks.scale = 1.0 / normalizer
+        self.tasks.scale = 1.0 / max(1, sums.weight)
         with self._phase(Phase.UPDATE):
             self.executor.wait([TaskKind.UPDATE], tick)
             self.executor.drain()
+        if self.tasks.learner.num_updates > 1:
+            for update in range(1, self.tasks.learner.num_updates):
+                self._further_update(update)
+            sums = self._agree_on_sums()
         with self._phase(Phase.PUBLISH):
             self.executor.wait([TaskKind.PUBLISH], tick)
-        return self.phase_s, sums, normalizer
+        return self.phase_s, sums, float(max(1, sums.weight))
+
+    def _further_update(self, update: int) -> None:
+        """One more update from the same rollout: UPDATE -> LEARN -> UPDATE, boundaries under the new weights."""
+        rank, learner, tick = self.rank, self.tasks.learner, self.rank.control.tick
+        rank.store.end_step()
+        wanted = set(learner.begin(update))
+        graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
+        executor = Executor(
+            graph, self.schedule, rank.machine, rank.theta, self.tasks.bodies(),
+            span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group),
+        )  # fmt: skip
+        executor.on_terminal = rank.store.task_ended
+        rank.control.watch(executor)
+        main, self.executor = self.executor, executor
+        job = rank.trainer_lane.submit(lambda: executor.run(Lane.TRAINER))
+        try:
+            with self._phase(Phase.LEARN):
+                executor.wait([TaskKind.ACTOR_PREFIX_BACKWARD, TaskKind.ACTOR_SUFFIX], tick)
+                executor.drain()
+                name = f"step {self.step}: update {update}"
+                weights = rank.peers.meet(name, {"weight": learner.weight}, tick)
+                self.tasks.scale = 1.0 / max(1, sum(value["weight"] for value in weights))
+            with self._phase(Phase.UPDATE):
+                executor.wait([TaskKind.UPDATE], tick)
+                executor.drain()
+            job.result(timeout=SHUT_DOWN_S)
+        except BaseException:
+            executor.stop()
+            _settle([job])
+            raise
+        self.executor = main
+        rank.control.watch(main)
+
+    def _agree_on_deviation(self) -> None:
+        """The standard deviation of all rewards of the batch around their groups' means."""
+        own = {"square_sum": 0.0, "count": 0}
+        for group in sorted(self.tasks.records):
+            rewards = self.tasks.records[group].rewards
+            own["square_sum"] += centred_square_sum(rewards)
+            own["count"] += len(rewards)
+        values = self.rank.peers.meet(f"step {self.step}: rewards", own, self.rank.control.tick)
+        total = sum(float(v["square_sum"]) for v in values)
+        self.tasks.batch_std = deviation(total, sum(int(v["count"]) for v in values))
 
     @contextmanager
     def _phase(self, phase: Phase) -> Iterator[None]:
@@ -112,7 +164,7 @@ class _Run:
         self.rank.control.go(self.rank.machine, phase)
         self.executor.phase_changed()
         yield
-        self.phase_s[phase] = time.monotonic() - started
+        self.phase_s[phase] = self.phase_s.get(phase, 0.0) + time.monotonic() - started
         self.rank.events.record(
             "phase", t0, self.rank.events.now(), step=self.step, phase=phase, lane="control", group=None
         )
@@ -133,10 +185,6 @@ class _Run:
                 hint=f"worst groups by mean difference: {worst}; nothing was updated in this step",
             )
         return total
-
-    def _normalizer(self, sums: StepSums) -> float:
-        by_tokens = self.rank.profile.algorithm.loss_normalizer == "tokens"
-        return float(max(1, sums.num_tokens if by_tokens else sums.num_responses))
 
 
 @contextmanager

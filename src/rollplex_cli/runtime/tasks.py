@@ -12,10 +12,10 @@ from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.core.names import Lane, TaskKey, TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
-from rollplex_cli.rl.advantages import group_advantages
-from rollplex_cli.rl.losses import LossResult, LossSettings, policy_loss
+from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalty
+from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
-from rollplex_cli.rl.rewards import score
+from rollplex_cli.runtime.learning import GroupBatch, Learner
 from rollplex_cli.runtime.records import GroupRecord
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.actor import Actor, UpdateOutcome
     from rollplex_cli.memory.leases import ObjectStore
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.rl.rewards.scorer import Scorer
     from rollplex_cli.runtime.executor.executor import Executor, Fence
     from rollplex_cli.runtime.executor.theta import ThetaGuard
 
@@ -43,6 +44,7 @@ class Engines:
     reference: Reference | None
     builder: PromptBuilder
     task: Task
+    scorer: Scorer
 
 
 class StepTasks:
@@ -71,18 +73,14 @@ class StepTasks:
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
         self._step, self._first_group, self._inputs, self._lengths = step, first_group, inputs, lengths
-        algorithm = profile.algorithm
-        self._loss_settings = LossSettings(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            loss_normalizer=algorithm.loss_normalizer,
-            kl_coef=algorithm.kl_coef,
-            kl_estimator=algorithm.kl_estimator,
-        )
+        self.learner = Learner(profile, list(inputs))
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
         """Factor on the accumulated gradient; set by the control thread when the whole batch is known."""
         self.outcome: UpdateOutcome | None = None
+        """Of the last update."""
+        self.batch_std: float | None = None
+        """Deviation of rewards over the whole batch; set by the control thread where the algorithm needs it."""
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts."""
@@ -178,18 +176,34 @@ class StepTasks:
 
     def _reward(self, key: TaskKey) -> None:
         record, sample = self.records[key.group], self._inputs[key.group].prompt.sample
+        algorithm, limit = self._profile.algorithm, self._profile.rollout.max_new_tokens
         with self._store.lease("responses", key) as result:
-            for response in result.responses:
-                text = self._engines.builder.decode_response(response.token_ids)
-                reward = score(self._engines.task.reward, sample, text, response.finish_reason == "stop")
-                record.texts.append(text)
-                record.rewards.append(reward.total)
-                for name, value in reward.parts.items():
-                    record.parts.setdefault(name, []).append(value)
+            record.texts = [self._engines.builder.decode_response(r.token_ids) for r in result.responses]
+            finished = [r.finish_reason == "stop" for r in result.responses]
+            rewards = self._engines.scorer.score(sample, record.texts, finished)
+        for reward, length in zip(rewards, record.lengths, strict=True):
+            parts = dict(reward.parts)
+            if algorithm.overlong_buffer_tokens:
+                parts["overlong"] = overlong_penalty(
+                    length, limit, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
+                )
+            record.rewards.append(math.fsum(parts.values()))
+            for name, value in parts.items():
+                record.parts.setdefault(name, []).append(value)
 
     def _advantage(self, key: TaskKey) -> None:
-        rewards = self.records[key.group].rewards
-        self._store.put("advantages", group_advantages(rewards, self._profile.algorithm.advantage_epsilon), key)
+        algorithm, record = self._profile.algorithm, self.records[key.group]
+        rewards = list(record.rewards)
+        if self._engines.reference is not None and algorithm.kl_in == "reward":
+            with self._store.lease("reference_logprobs", key) as reference:
+                sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
+                kl = kl_terms(sampled, reference.to("cpu", torch.float32), algorithm.kl_estimator)
+            penalties = kl_penalties(kl, record.lengths, algorithm.kl_coef)
+            rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
+            record.kl_sum = float(kl.sum())
+        record.skipped = algorithm.skip_zero_variance and record.zero_variance
+        values = advantages(rewards, algorithm.advantage, algorithm.advantage_epsilon, self.batch_std)
+        self._store.put("advantages", values, key)
 
     # ---- trainer lane ------------------------------------------------------------------------------------
 
@@ -210,27 +224,17 @@ class StepTasks:
         return _fence()
 
     def _actor_suffix(self, key: TaskKey) -> Fence | None:
-        record = self.records[key.group]
-        reference: torch.Tensor | None = None
-        with self._store.lease("actor_boundary", key) as state, self._store.lease("responses", key) as result:
-            packed = self._pack(key.group, result)
-            sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
-            old = sampled if self._profile.algorithm.old_logprobs == "rollout" else None
-            with self._store.lease("advantages", key) as advantages:
-                if self._engines.reference is not None:
-                    with self._store.lease("reference_logprobs", key) as reference:
-                        pass
-
-                def loss(logprobs: torch.Tensor) -> LossResult:
-                    return policy_loss(logprobs, old, advantages, reference, packed.lengths, self._loss_settings)
-
-                outcome = self._engines.actor.suffix(state, packed, loss)
-        trained = outcome.logprobs.float().cpu()
-        record.trainer_logprobs = trained.tolist()
-        difference = (trained - sampled).abs()
-        record.diff_sum, record.diff_max = float(difference.sum()), float(difference.max())
-        record.loss_sum = float(outcome.loss)
-        record.kl_sum, record.clipped_sum = float(outcome.metrics["kl"]), float(outcome.metrics["clipped"])
+        record, learner = self.records[key.group], self.learner
+        if record.skipped:
+            return None
+        first = learner.update == 0
+        batch = self._batch(key, record) if first else learner.batches[key.group]
+        with self._store.lease("actor_boundary", key) as state:
+            logprobs, outcome = learner.suffix(self._engines.actor, key.group, state, batch)
+        if first:
+            record.take_logprobs(logprobs, batch.sampled)
+        if outcome is not None:
+            record.take_outcome(outcome, kl_in_loss=batch.reference is not None)
         if not math.isfinite(record.diff_max):
             raise NonFiniteError(
                 f"a log-prob of sample `{record.sample_id}` is not finite in step {self._step}",
@@ -238,9 +242,25 @@ class StepTasks:
             )
         return _fence()
 
+    def _batch(self, key: TaskKey, record: GroupRecord) -> GroupBatch:
+        algorithm, reference = self._profile.algorithm, None
+        with self._store.lease("responses", key) as result:
+            packed = self._pack(key.group, result)
+        with self._store.lease("advantages", key) as values:
+            pass
+        if self._engines.reference is not None and algorithm.kl_in == "loss":
+            with self._store.lease("reference_logprobs", key) as reference:
+                pass
+        mask = None
+        if algorithm.mask_truncated and "length" in record.finish:
+            kept = torch.tensor([finish != "length" for finish in record.finish])
+            mask = torch.repeat_interleave(kept, torch.tensor(record.lengths))
+        sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
+        return GroupBatch(packed=packed, advantages=values, reference=reference, sampled=sampled, mask=mask)
+
     def _actor_prefix_backward(self, key: TaskKey) -> Fence | None:
         with self._store.lease("actor_boundary", key) as state:
-            self._engines.actor.prefix_backward(state)
+            self.learner.prefix_backward(self._engines.actor, key.group, state)
         return _fence()
 
     def _update(self, key: TaskKey) -> Fence | None:

@@ -49,6 +49,11 @@ class UpdateOutcome:
     applied: bool
 
 
+def is_vision(name: str) -> bool:
+    """Whether a Hugging Face parameter name belongs to the vision tower or its projector."""
+    return "visual." in name
+
+
 class Actor:
     """One rank's share of the policy. Every method is called from the trainer thread.
 
@@ -63,6 +68,7 @@ class Actor:
         prefix_activations: what prefix backward uses, `keep`, `host` or `recompute`; results are bit-equal.
         attention: a key of `model.attention.ATTENTION`.
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
+        freeze_vision: leave the vision tower and its projector alone.
 
     Raises ValueError where no default torch.distributed group exists.
     """
@@ -77,10 +83,16 @@ class Actor:
         prefix_activations: PrefixMode = "recompute",
         attention: str = "sdpa",
         data_parallel_group: dist.ProcessGroup | None = None,
+        freeze_vision: bool = False,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
-        self._params: dict[str, torch.nn.Parameter] = dict(hf_model.named_parameters())
+        if freeze_vision:
+            for name, parameter in hf_model.named_parameters():
+                parameter.requires_grad_(not is_vision(name))
+        self._params: dict[str, torch.nn.Parameter] = {
+            name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad
+        }
         self._mode = prefix_activations
         self._arena = GradientArena(self._params)
         self._optimizer = HostAdamW(self._params, self._arena, optimizer)
@@ -97,6 +109,7 @@ class Actor:
             temperature=temperature,
             banned_token_ids=banned_token_ids,
             attention=attention,
+            freeze_vision=freeze_vision,
         )
 
     @property
@@ -110,7 +123,7 @@ class Actor:
         return self._optimizer.updates
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters by Hugging Face name, tied ones once."""
+        """Parameters under training by Hugging Face name, tied ones once."""
         return dict(self._params)
 
     def prefix(self, prompt: PromptInput) -> PrefixState:
@@ -138,6 +151,11 @@ class Actor:
             weight=result.weight,
             metrics={name: float(value) for name, value in result.metrics.items()},
         )
+
+    def logprobs(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
+        """Log-probs [S] of a group's responses without a backward; its boundary stays as it is."""
+        with torch.no_grad():
+            return self.split.suffix(state, packed)
 
     def prefix_backward(self, state: PrefixState) -> None:
         """Send the boundary's gradients through the prefix into the arena; consumes `state`."""

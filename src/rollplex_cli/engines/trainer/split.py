@@ -72,6 +72,7 @@ class SplitModel:
         temperature: logits are divided by it, as at sampling.
         banned_token_ids: columns that the rollout can never sample (media placeholders).
         attention: a key of `ATTENTION`.
+        freeze_vision: the vision tower runs as one stage without a graph; no backward reaches it.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class SplitModel:
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
         attention: str = "sdpa",
+        freeze_vision: bool = False,
     ) -> None:
+        self._freeze_vision = freeze_vision
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
         self.weights = weights
@@ -216,7 +219,8 @@ class SplitModel:
             raise ValueError("the last prompt token must not be a media placeholder")
         ids = torch.tensor(prompt.prompt.token_ids[:end], device=device)
         angles = language.rope(sizes, prompt.position_ids[:, :end].to(device).unsqueeze(1), weights.dtype)
-        stages = _vision_stages(weights, prompt)
+        frozen = self._freeze_vision and bool(prompt.prompt.media)
+        stages = [self._frozen_vision(prompt)] if frozen else _vision_stages(weights, prompt)
 
         def embed(media: torch.Tensor | None) -> Stage:
             return language.embed(weights, ids, media, prompt.media_spans).unsqueeze(0), None
@@ -225,10 +229,17 @@ class SplitModel:
             assert hidden is not None
             return embed(vision.merge_patches(weights, hidden, _layout(weights, prompt)))
 
-        stages.append(merge_and_embed if stages else embed)
+        stages.append(merge_and_embed if stages and not frozen else embed)
         last = len(weights.layers) - 1
         stages += [self._layer_stage(index, angles, index == last) for index in range(last + 1)]
         return stages
+
+    def _frozen_vision(self, prompt: PromptInput) -> Callable[[torch.Tensor | None], Stage]:
+        def run(_: torch.Tensor | None) -> Stage:
+            with torch.no_grad():
+                return self._encode([prompt]), None
+
+        return run
 
     def _layer_stage(self, index: int, angles: Angles, last: bool) -> Callable[[torch.Tensor | None], Stage]:
         layer, sizes = self.weights.layers[index], self.weights.text_sizes
@@ -253,7 +264,8 @@ class SplitModel:
                 hidden_last = stages[-2](inputs[-1])[0] if len(stages) > 1 else None
             inputs.append(hidden_last)
         hidden_grad: torch.Tensor | None = None
-        while stages:
+        without_backward = 1 if self._freeze_vision and state.input.prompt.media else 0
+        while len(stages) > without_backward:
             stage, saved = stages.pop(), inputs.pop()
             entry = None if saved is None else saved.to(self.weights.device).requires_grad_()
             with torch.enable_grad():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.events import EventWriter
 from rollplex_cli.core.seeds import derive_seed
+from rollplex_cli.data.decode import ProcessBuilder
 from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
@@ -23,6 +24,7 @@ from rollplex_cli.engines.trainer.optimizer import AdamWSettings
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.profile.load import load_profile
+from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, device_of, media_tokens_of
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.data.types import Sample
     from rollplex_cli.profile.schema import Profile
 
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
@@ -87,19 +90,17 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned)), "building the trainer"
     )
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
+    scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))
     samples = task.samples(run.data_dir, "train")
     order = BatchOrder(
         len(samples), seed=derive_seed(profile.runtime.seed, "order"),
         prompts_per_step=profile.algorithm.prompts_per_step, rank=peers.rank, num_ranks=peers.world_size,
     )  # fmt: skip
-    cache = PromptCache(builder)
-    loader = PromptLoader(
-        samples, cache, order, num_workers=profile.data.num_workers, on_bad_media=profile.data.on_bad_media
-    )
+    cache, loader = open_data(profile, run.base_dir, builder, samples, order)
     rank = Rank(
         profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
-        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task),
+        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task, scorer=scorer),
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
     )  # fmt: skip
     control.doing("")
@@ -108,9 +109,26 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
     finally:
         loader.close()
+        cache.close()
+        scorer.close()
         events.close()
         for lane in rank.lanes:
             lane.close(LANE_CLOSE_S)
+
+
+def open_data(
+    profile: Profile, processor_dir: Path, builder: PromptBuilder, samples: Sequence[Sample], order: BatchOrder
+) -> tuple[PromptCache, PromptLoader]:
+    """The prompts of a run: built by threads or by worker processes, kept up to the profile's limit."""
+    data = profile.data
+    by_process = data.worker_kind == "process" and data.num_workers > 0
+    source = ProcessBuilder(processor_dir, data, data.num_workers) if by_process else builder
+    cache = PromptCache(source, int(data.cache_gib * (1 << 30)))
+    loader = PromptLoader(
+        samples, cache, order, num_workers=data.num_workers, on_bad_media=data.on_bad_media,
+        on_long_prompt=data.on_long_prompt, max_bad_rows=data.max_bad_rows, prefetch_steps=data.prefetch_steps,
+    )  # fmt: skip
+    return cache, loader
 
 
 def build_trainer(
@@ -138,6 +156,7 @@ def build_trainer(
         temperature=profile.rollout.temperature,
         banned_token_ids=banned,
         prefix_activations=profile.schedule.prefix_activations,
+        freeze_vision=profile.model.freeze_vision,
     )
     if profile.algorithm.kl_coef == 0:
         return actor, None

@@ -34,6 +34,9 @@ READS_THETA = frozenset({TaskKind.DECODE, TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_
 """Tasks that read theta_k. The reference has weights of its own."""
 
 
+_OF_AN_UPDATE = (TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD)
+
+
 class TaskState(StrEnum):
     """Life of a task."""
 
@@ -165,13 +168,28 @@ class TaskGraph:
         return needs
 
 
-def build_step_graph(groups: Iterable[int], *, reference: bool, exchange: bool = False) -> TaskGraph:
+def build_update_graph(groups: Iterable[int]) -> TaskGraph:
+    """A further update of the same rollout: boundaries anew, suffixes and backward of `groups`, in this order."""
+    graph = TaskGraph()
+    for g in groups:
+        keys = [TaskKey(kind, g) for kind in _OF_AN_UPDATE]
+        for key, needs in zip(keys, [[], *([k] for k in keys)], strict=False):
+            graph.add(key, needs)
+        graph.order.append(g)
+    graph.add(TaskKey(TaskKind.UPDATE), [TaskKey(_OF_AN_UPDATE[-1], g) for g in graph.order])
+    return graph
+
+
+def build_step_graph(
+    groups: Iterable[int], *, reference: bool, exchange: bool = False, kl_in_reward: bool = False
+) -> TaskGraph:
     """The graph of section 1 of the design for one step.
 
     Args:
         groups: ids of the prompt groups this rank takes part in.
         reference: whether KL needs reference log-probs.
         exchange: whether responses come from other ranks of the training group.
+        kl_in_reward: whether advantages need the reference's log-probs, and suffixes do not.
     """
     graph = TaskGraph()
     last: list[TaskKey] = []
@@ -184,14 +202,15 @@ def build_step_graph(groups: Iterable[int], *, reference: bool, exchange: bool =
             graph.add(final, [decode])
         reward, advantage = TaskKey(TaskKind.REWARD, g), TaskKey(TaskKind.ADVANTAGE, g)
         graph.add(reward, [final])
-        graph.add(advantage, [reward])
         graph.add(prefix)
         needs = [final, advantage, prefix]
         if reference:
             ref_prefix, ref_suffix = TaskKey(TaskKind.REF_PREFIX, g), TaskKey(TaskKind.REF_SUFFIX, g)
             graph.add(ref_prefix)
             graph.add(ref_suffix, [final, ref_prefix])
-            needs.append(ref_suffix)
+            if not kl_in_reward:
+                needs.append(ref_suffix)
+        graph.add(advantage, [reward, ref_suffix] if reference and kl_in_reward else [reward])
         suffix, backward = TaskKey(TaskKind.ACTOR_SUFFIX, g), TaskKey(TaskKind.ACTOR_PREFIX_BACKWARD, g)
         graph.add(suffix, needs)
         graph.add(backward, [suffix])

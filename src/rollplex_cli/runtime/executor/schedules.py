@@ -41,6 +41,9 @@ class Schedule:
     prefixes_in_flight: int = 0
     """Boundaries held per role ahead of use; 0 is no limit. The group next in the logical order is exempt,
     or the step could wait for ever for a slot that only that group can free."""
+    advantages_wait: bool = False
+    """Whether advantages need the rewards of the whole batch, of every rank: they are computed in LEARN, which all
+    ranks enter after they have agreed on it."""
 
     def phases(self, kind: TaskKind) -> frozenset[Phase]:
         """Phases in which a task of this kind may start."""
@@ -50,6 +53,8 @@ class Schedule:
             return frozenset({Phase.UPDATE})
         if kind is TaskKind.PUBLISH:
             return frozenset({Phase.PUBLISH})
+        if kind is TaskKind.ADVANTAGE and self.advantages_wait:
+            return frozenset({Phase.LEARN})
         beside_decode = (
             kind in (TaskKind.REWARD, TaskKind.ADVANTAGE, TaskKind.EXCHANGE)
             or (kind in _PREFIXES and self.overlap)
@@ -111,7 +116,10 @@ def _rank(kind: TaskKind) -> int:
     return _TOWARDS_THE_END.index(kind) if kind in _TOWARDS_THE_END else len(_TOWARDS_THE_END)
 
 
-def schedule_from(name: str, *, early_groups: bool, prefixes_in_flight: int) -> Schedule:
+def schedule_from(name: str, *, early_groups: bool, prefixes_in_flight: int, advantages_wait: bool = False) -> Schedule:
     """The schedule a profile names."""
     overlap = name == "rollplex"
-    return Schedule(overlap=overlap, early_groups=early_groups and overlap, prefixes_in_flight=prefixes_in_flight)
+    return Schedule(
+        overlap=overlap, early_groups=early_groups and overlap, prefixes_in_flight=prefixes_in_flight,
+        advantages_wait=advantages_wait,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rewards: the rule of the bundled tasks, and the guard around any task's own function."""
+"""The rule of the bundled tasks, and the guard around any reward function."""
 
 from __future__ import annotations
 
@@ -53,11 +53,25 @@ def score(function: RewardFunction, sample: Any, text: str, finished: bool) -> R
     Raises:
         RewardError: the function raised, or returned something that is not a finite number.
     """
-    where = f"reward function `{_name(function)}` of sample `{getattr(sample, 'sample_id', '?')}`"
+    where = place(_name(function), sample)
     try:
         value = function(sample, text, finished)
     except Exception as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
+    return checked(value, where)
+
+
+def place(name: str, sample: Any) -> str:
+    """How messages call one use of a reward function."""
+    return f"reward function `{name}` of sample `{getattr(sample, 'sample_id', '?')}`"
+
+
+def checked(value: Any, where: str) -> RewardResult:
+    """What a reward function returned, as a result.
+
+    Raises:
+        RewardError: it is not a finite number, nor named parts that are.
+    """
     parts = value if isinstance(value, Mapping) else {"reward": value}
     if not parts:
         raise RewardError(f"{where} returned no parts: {value!r}")

@@ -1,0 +1,1 @@
+"""Data sets as files: reading rows, and turning them into samples."""
