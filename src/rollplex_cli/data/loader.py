@@ -111,9 +111,26 @@ class PromptLoader:
         Raises:
             DataError: a sample cannot be used; the first one of the batch in its order.
         """
-        if self._pool is not None:
-            self._keep_ahead(self._pool, step)
-        return [self._result(position) for position in self._order.positions(step)]
+        share = self._order.prompts_per_rank
+        return self.take(step * share, share)
+
+    def take(self, first: int, count: int, *, prefetch: bool = True) -> list[Prompt]:
+        """`count` prompts from element `first` on of this rank's own endless line (`BatchOrder.position`).
+
+        Raises as `batch` does. With `prefetch` the elements that follow are built ahead, and only those.
+        """
+        if self._pool is not None and prefetch:
+            self._keep_ahead(self._pool, first, count + self._prefetch_steps * self._order.prompts_per_rank)
+        return [self._result(self._order.position(first + i)) for i in range(count)]
+
+    def position(self, number: int) -> int:
+        """See `BatchOrder.position`."""
+        return self._order.position(number)
+
+    @property
+    def prompts_per_rank(self) -> int:
+        """Prompts of a batch that are this rank's."""
+        return self._order.prompts_per_rank
 
     def close(self) -> None:
         """Stop the workers; what is being built is finished and dropped."""
@@ -129,8 +146,8 @@ class PromptLoader:
     ) -> None:
         self.close()
 
-    def _keep_ahead(self, pool: ThreadPoolExecutor, step: int) -> None:
-        wanted = [p for ahead in range(self._prefetch_steps + 1) for p in self._order.positions(step + ahead)]
+    def _keep_ahead(self, pool: ThreadPoolExecutor, first: int, count: int) -> None:
+        wanted = [self._order.position(first + i) for i in range(count)]
         for position in set(self._pending) - set(wanted):
             self._pending.pop(position).cancel()
         for position in wanted:

@@ -47,6 +47,11 @@ class BatchOrder:
         epoch, offset = divmod(position, self.num_samples)
         return int(_permutation(self.num_samples, self.seed, epoch)[offset])
 
+    def position(self, number: int) -> int:
+        """Position of element `number` of this rank's own endless line: its slices of all batches, end to end."""
+        step, slot = divmod(number, self.prompts_per_rank)
+        return step * self.prompts_per_step + self.first_slot + slot
+
     def positions(self, step: int) -> list[int]:
         """Positions of this rank's slice of a step's batch."""
         first = step * self.prompts_per_step + self.first_slot

@@ -47,6 +47,9 @@ def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
             "itself then corrects for the rollout"
         )
         yield "algorithm.importance_cap", text
+    if profile.rollout.extra_groups and algorithm.num_minibatches > 1:
+        text = f"got {algorithm.num_minibatches}, expected 1 with `rollout.extra_groups`: the groups of a step vary"
+        yield "algorithm.num_minibatches", text
     if algorithm.overlong_buffer_tokens > profile.rollout.max_new_tokens:
         text = (
             f"got {algorithm.overlong_buffer_tokens}, expected at most `rollout.max_new_tokens` "

@@ -117,6 +117,16 @@ class RolloutProfile:
     kv_tokens: PositiveInt = 65536
     """Capacity of the rollout's KV pool, in tokens per rank."""
     chunked_prefill_tokens: PositiveInt = 8192
+    extra_groups: NonNegativeInt = 0
+    """Prompt groups a rank has in flight beyond its share of `algorithm.prompts_per_step`: a step ends when its share
+    is complete, and does not wait for the longest responses. What is left goes on in the next step."""
+    keep_partial: bool = False
+    """Groups left unfinished go on from the tokens they have; otherwise they are drawn anew under the new weights.
+    Kept tokens are dropped where a checkpoint is written or an evaluation runs."""
+    max_carries: PositiveInt = 2
+    """A group left unfinished so often is waited for."""
+    stale_tokens: Literal["correct", "mask"] = "correct"
+    """Tokens drawn under older weights: their ratio is to the weights that drew them, or they are not learned from."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -14,6 +14,7 @@ from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.runtime import checkpoint
 from rollplex_cli.runtime.evaluate import evaluate
 from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.groups.intake import Intake
 from rollplex_cli.runtime.output.loggers import open_loggers
 from rollplex_cli.runtime.output.rollouts import rollout_rows
 from rollplex_cli.runtime.step import run_step
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.core.names import TaskKey
+    from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.runtime.assembly.rank import Rank
+    from rollplex_cli.runtime.groups.intake import Started
     from rollplex_cli.runtime.output.loggers import Loggers
     from rollplex_cli.runtime.step import StepResult
 
@@ -58,6 +61,8 @@ class Run:
         self.progress = Progress()
         self._boundary = boundary
         self._saved: int | None = None
+        self._intake = Intake(rank.profile, rank.loader, rank.media_tokens)
+        self._oversamples = rank.profile.rollout.extra_groups > 0
         self._loggers: Loggers | None = None
         """On rank 0, from `run` on."""
         schedule = rank.profile.schedule
@@ -78,6 +83,8 @@ class Run:
             publish = rank.rollout_lane.submit(rank.engines.rollout.publish)
             rank.control.await_future(publish, "publishing the checkpoint's weights")
             self.progress = Progress(**found.state["progress"])
+            if self._oversamples:
+                self._intake.load(found.state.get("intake", []), rank.peers.rank, rank.peers.world_size)
             self._saved = rank.control.step = self.progress.step
         # Every rank must have read the same one before any of them writes.
         values = rank.peers.meet("resume", {"step": self.progress.step}, rank.control.tick)
@@ -127,11 +134,11 @@ class Run:
         rank.control.step = step
         started = time.monotonic()
         # On a lane: a file system that hangs must show as a stall, so the control thread cannot sit in it.
-        job = rank.host_lane.submit(lambda: rank.loader.batch(step - 1))
-        prompts = rank.control.await_future(job, "the prompts of the step (decoding media)")
-        inputs = [build_prompt_input(p, rank.media_tokens) for p in prompts]
+        job = rank.host_lane.submit(lambda: self._prompts(step))
+        inputs, groups = rank.control.await_future(job, "the prompts of the step (decoding media)")
         data_wait_s = time.monotonic() - started
-        result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary)
+        result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary, started=groups)
+        self._intake.leave(result.tasks.left)
         row = {
             **result.row,
             "data_wait_s": data_wait_s,
@@ -141,6 +148,21 @@ class Run:
         }
         self._remember(row)
         self._write(step, row, result)
+
+    def _prompts(self, step: int) -> tuple[list[PromptInput], list[Started]]:
+        """This rank's prompts of a step, and where it oversamples, the groups in flight."""
+        rank = self.rank
+        if self._oversamples:
+            groups = self._intake.start()
+            return [group.input for group in groups], groups
+        return [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(step - 1)], []
+
+    def _drop_partial(self) -> None:
+        """Kept tokens stand in the way of an evaluation's requests, and a checkpoint cannot hold them."""
+        ids, rank = self._intake.drop_partial(), self.rank
+        if ids:
+            job = rank.rollout_lane.submit(lambda: rank.engines.rollout.abort(ids))
+            rank.control.await_future(job, "dropping unfinished responses")
 
     def _remember(self, row: dict[str, Any]) -> None:
         progress = self.progress
@@ -189,6 +211,7 @@ class Run:
         done = any(e["step"] == self.progress.step for e in self.progress.evaluations)
         if done or not self.rank.profile.evaluation.num_samples:
             return
+        self._drop_partial()
         row = {"step": self.progress.step, **evaluate(self.rank)}
         is_best = self._beats_all(row)
         self.progress.evaluations.append(row)
@@ -214,11 +237,15 @@ class Run:
         if self._saved == step:
             return
         rank.control.go(rank.machine, Phase.CHECKPOINT)
+        intake: list[dict[str, Any]] = []
+        if self._oversamples:
+            self._drop_partial()
+            intake = rank.peers.meet(f"step {step}: in flight", self._intake.to_json(), rank.control.tick)
         if rank.peers.rank == 0:
             with rank.events.span("checkpoint", step=step, phase=Phase.CHECKPOINT, lane="control"):
                 job = rank.trainer_lane.submit(rank.engines.actor.state_dict)
                 tensors = rank.control.await_future(job, "reading the optimizer's state")
-                state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH)}
+                state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH), "intake": intake}
                 keep = rank.profile.runtime.keep_checkpoints
                 write = rank.host_lane.submit(
                     lambda: checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep, is_best=is_best)

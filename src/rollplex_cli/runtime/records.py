@@ -58,6 +58,8 @@ class GroupRecord:
     diff_max: float = 0.0
     sampled_logprobs: list[float] = field(default_factory=list)
     """The rollout's log-probs of the response tokens, response by response."""
+    stale: list[bool] = field(default_factory=list)
+    """Which response tokens were drawn under older weights; empty where none was."""
     trainer_logprobs: list[float] = field(default_factory=list)
     """The trainer's, of the same tokens."""
 
@@ -65,7 +67,9 @@ class GroupRecord:
         """Compare log-probs [S] of trainer and rollout, both under the weights that sampled."""
         self.trainer_logprobs = trained.tolist()
         difference = (trained - sampled).abs()
-        self.diff_sum, self.diff_max = float(difference.sum()), float(difference.max())
+        if self.stale:  # what older weights drew says nothing about these
+            difference = difference[[not stale for stale in self.stale]]
+        self.diff_sum, self.diff_max = float(difference.sum()), float(difference.max()) if len(difference) else 0.0
         self.checked_tokens = len(difference)
 
     def take_outcome(self, outcome: SuffixOutcome, *, kl_in_loss: bool) -> None:
@@ -101,6 +105,7 @@ class StepSums:
     num_nonzero_rewards: int = 0
     zero_variance: int = 0
     skipped: int = 0
+    stale_tokens: int = 0
     weight: int = 0
     trained_tokens: int = 0
     checked_tokens: int = 0
@@ -127,6 +132,7 @@ class StepSums:
         self.num_nonzero_rewards += sum(r != 0.0 for r in record.rewards)
         self.zero_variance += record.zero_variance
         self.skipped += record.skipped
+        self.stale_tokens += sum(record.stale)
         for name in _FROM_RECORDS:
             setattr(self, name, getattr(self, name) + getattr(record, name))
         self.diff_max = max(self.diff_max, record.diff_max)
@@ -147,6 +153,7 @@ class StepSums:
             "num_nonzero_rewards",
             "zero_variance",
             "skipped",
+            "stale_tokens",
             *_FROM_RECORDS,
         ):
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -189,6 +196,8 @@ class StepSums:
             "clip_fraction": self.clipped_sum / trained,
             "importance_mean": self.importance_sum / trained,
             "skipped_groups": self.skipped,
+            "num_groups": self.num_groups,
+            "stale_token_share": self.stale_tokens / tokens,
             "zero_variance_share": self.zero_variance / max(1, self.num_groups),
             "reward_parts_earned": {name: count / responses for name, count in sorted(self.earned.items())},
             "reward_parts": {name: value / responses for name, value in sorted(self.parts.items())},

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.executor.schedules import Schedule
+    from rollplex_cli.runtime.groups.intake import Started
 
 SHUT_DOWN_S = 20.0
 """How long lanes get to notice that a step was stopped."""
@@ -43,6 +44,7 @@ def run_step(
     *,
     lengths: Mapping[int, Sequence[int]] | None = None,
     boundary: Callable[[TaskKey, str], None] | None = None,
+    started: Sequence[Started] = (),
 ) -> StepResult:
     """Run one step from PUBLISH to PUBLISH.
 
@@ -50,6 +52,7 @@ def run_step(
         inputs: this rank's prompts; group ids are their indices.
         lengths: see `StepTasks`.
         boundary: see `Executor`.
+        started: where the rollout oversamples, the groups in flight, one per input.
 
     Raises:
         RollplexError: the first failure of any task, or that of a peer. The phase machine is then FAILED.
@@ -57,6 +60,7 @@ def run_step(
     tasks = StepTasks(
         rank.profile, rank.engines, rank.store, rank.theta, rank.events,
         step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
+        started=started,
     )  # fmt: skip
     in_reward = rank.profile.algorithm.kl_in == "reward"
     graph = build_step_graph(range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward)
@@ -65,7 +69,7 @@ def run_step(
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
     )  # fmt: skip
     executor.on_terminal = rank.store.task_ended
-    started = time.monotonic()
+    begun = time.monotonic()
     run = _Run(rank, executor, tasks, step, schedule)
     with _running(rank, executor, tasks):
         phase_s, sums, normalizer = run.phases()
@@ -77,7 +81,7 @@ def run_step(
         **sums.metrics(normalizer=normalizer, kl_in_reward=in_reward),
         "grad_norm": outcome.grad_norm,
         "lr": outcome.lr,
-        "step_s": time.monotonic() - started,
+        "step_s": time.monotonic() - begun,
         "phase_s": phase_s,
     }
     return StepResult(row=row, tasks=tasks)

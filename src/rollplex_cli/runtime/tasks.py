@@ -15,7 +15,7 @@ from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
 from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalty
 from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
-from rollplex_cli.runtime.learning import GroupBatch, Learner
+from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
 from rollplex_cli.runtime.records import GroupRecord
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rollplex_cli.rl.rewards.scorer import Scorer
     from rollplex_cli.runtime.executor.executor import Executor, Fence
     from rollplex_cli.runtime.executor.theta import ThetaGuard
+    from rollplex_cli.runtime.groups.intake import Started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class StepTasks:
             do not depend on how many ranks share the step.
         inputs: prompts by local group id.
         lengths: response lengths by local group id to replay with the end token ignored (benchmarks).
+        started: where the rollout oversamples, the groups in flight by local group id.
     """
 
     def __init__(
@@ -70,9 +72,13 @@ class StepTasks:
         first_group: int,
         inputs: Mapping[int, PromptInput],
         lengths: Mapping[int, Sequence[int]] | None = None,
+        started: Sequence[Started] = (),
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
         self._step, self._first_group, self._inputs, self._lengths = step, first_group, inputs, lengths
+        self._started = started
+        self.left: list[Started] = []
+        """Groups in flight that the step did not finish."""
         self.learner = Learner(profile, list(inputs))
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
@@ -83,8 +89,8 @@ class StepTasks:
         """Deviation of rewards over the whole batch; set by the control thread where the algorithm needs it."""
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
-        """Local group ids with their prompts."""
-        return list(self._inputs.items())
+        """Local group ids with their prompts, of the groups that the step finished."""
+        return [(group, prompt) for group, prompt in self._inputs.items() if group in self.records]
 
     def bodies(self) -> dict[TaskKind, Callable[[TaskKey], Fence | None]]:
         """Bodies by kind, for the executor."""
@@ -117,25 +123,55 @@ class StepTasks:
         engine.begin_step()
         executor.begin_decodes(keys.values())
         started = self._events.now()
-        engine.submit([self._request(g) for g in self._inputs])
+        in_flight = {g: s.engine_id for g, s in enumerate(self._started) if s.engine_id is not None}
+        # Ids of groups that go on stay what they were; new ones must not meet them.
+        ids = {g: in_flight.get(g, (self._step << 20) + g if self._started else g) for g in self._inputs}
+        groups = {engine_id: g for g, engine_id in ids.items()}
+        waiting = set(self._inputs)
+        engine.submit([self._request(g, ids[g]) for g in self._inputs if g not in in_flight])
         try:
-            while engine.has_work():
+            while engine.has_work() and not self._enough(waiting):
                 for result in engine.step():
-                    self._take(result, keys[result.group], started)
-                    executor.complete_decode(keys[result.group])
+                    group = groups[result.group]
+                    waiting.discard(group)
+                    self._take(result, keys[group], started)
+                    executor.complete_decode(keys[group])
                 executor.touch()
+            if waiting:
+                self._leave(executor, {g: ids[g] for g in sorted(waiting)})
         except BaseException:
             # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
             engine.abort()
             raise
 
-    def _request(self, group: int) -> GroupRequest:
+    def _enough(self, waiting: set[int]) -> bool:
+        """Whether the step's share is complete and no group is left that was left too often."""
+        rollout = self._profile.rollout
+        if len(waiting) > rollout.extra_groups:
+            return False
+        return bool(self._started) and all(self._started[g].times < rollout.max_carries for g in waiting)
+
+    def _leave(self, executor: Executor, ids: Mapping[int, int]) -> None:
+        engine, keep = self._engines.rollout, self._profile.rollout.keep_partial
+        if keep:
+            engine.pause()
+        else:
+            engine.abort(list(ids.values()))
+        for group, engine_id in ids.items():
+            executor.leave_decode(TaskKey(TaskKind.DECODE, group))
+            del self.records[group]
+            self._started[group].engine_id = engine_id if keep else None
+            self.left.append(self._started[group])
+
+    def _request(self, group: int, engine_id: int) -> GroupRequest:
         rollout, seed = self._profile.rollout, self._profile.runtime.seed
         lengths = self._lengths[group] if self._lengths is not None else None
         return GroupRequest(
-            group=group,
+            group=engine_id,
             input=self._inputs[group],
-            seeds=tuple(
+            seeds=self._started[group].seeds
+            if self._started
+            else tuple(
                 derive_seed(seed, "rollout", self._step, self._first_group + group, i)
                 for i in range(rollout.group_size)
             ),
@@ -150,11 +186,13 @@ class StepTasks:
         )
 
     def _take(self, result: GroupResult, key: TaskKey, started: float) -> None:
-        record = self.records[result.group]
+        record, version = self.records[key.group], self._engines.rollout.weight_version
         record.lengths = [len(r.token_ids) for r in result.responses]
         record.finish = [r.finish_reason for r in result.responses]
         record.sampled_logprobs = [x for r in result.responses for x in r.logprobs]
         record.neg_logprob_sum = -sum(record.sampled_logprobs)
+        stale = [v != version for r in result.responses for v in r.weight_versions]
+        record.stale = stale if any(stale) else []
         self._store.put("responses", result, key)
         self._events.record(
             TaskKind.DECODE,
@@ -163,7 +201,7 @@ class StepTasks:
             step=self._step,
             phase="GENERATE",
             lane=Lane.ROLLOUT,
-            group=result.group,
+            group=key.group,
             decode_step=result.decode_step,
             tokens=record.num_tokens,
             cached_tokens=sum(r.cached_tokens for r in result.responses),
@@ -256,7 +294,10 @@ class StepTasks:
             kept = torch.tensor([finish != "length" for finish in record.finish])
             mask = torch.repeat_interleave(kept, torch.tensor(record.lengths))
         sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
-        return GroupBatch(packed=packed, advantages=values, reference=reference, sampled=sampled, mask=mask)
+        stale = torch.tensor(record.stale) if record.stale else None
+        return GroupBatch(
+            packed=packed, advantages=values, reference=reference, sampled=sampled, mask=mask, stale=stale
+        )
 
     def _actor_prefix_backward(self, key: TaskKey) -> Fence | None:
         with self._store.lease("actor_boundary", key) as state:

@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
         """The engine's own parameter tensors by SGLang name. Writing through them changes the model."""
 
     def begin_step(self) -> None:
-        """Reset the logical clock; the engine must be idle."""
+        """Reset the logical clock; the engine must be idle, or paused with groups that go on in the new step."""
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue groups. Raises UsageError for a request that can never run."""

@@ -128,10 +128,11 @@ class SglangRollout:
 
     @_engine_call
     def begin_step(self) -> None:
-        """Reset the logical clock; the engine must be idle. Checks that no KV slot was lost."""
-        if self.has_work():
-            raise ValueError("`begin_step` needs an idle engine")
-        self._scheduler.check_idle()
+        """Reset the logical clock; the engine must be idle or paused. If idle, checks that no KV slot was lost."""
+        if self.has_work() and self._scheduler.holds_kv:
+            raise ValueError("`begin_step` needs an idle or paused engine")
+        if not self.has_work():
+            self._scheduler.check_idle()
         self._steps = 0
 
     @_engine_call

@@ -203,6 +203,15 @@ class Executor:
         self._theta.end_read(str(key))
         self._complete(key, None)
 
+    def leave_decode(self, key: TaskKey) -> None:
+        """The step ends without this group's responses: its decode and everything behind it is cancelled."""
+        self._theta.end_read(str(key))
+        with self._changed:
+            self.graph.leave_decode(key)
+            self._running.pop(key, None)
+            self.on_terminal(key)
+            self._cancel_group(key.group)
+
     def touch(self) -> None:
         """Report progress inside a long task (a decode step), so that the stall watchdog sees it.
 

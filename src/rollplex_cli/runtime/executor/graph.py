@@ -147,6 +147,13 @@ class TaskGraph:
         if task.state is TaskState.WAITING:
             task.state = TaskState.CANCELLED
 
+    def leave_decode(self, key: TaskKey) -> None:
+        """Take a decode that runs out of the step: the one task that can be stopped half-way."""
+        task = self.tasks[key]
+        if key.kind is not TaskKind.DECODE or task.state is not TaskState.RUNNING:
+            raise ValueError(f"`{key}` cannot be left while {task.state}")
+        task.state = TaskState.CANCELLED
+
     def cancel_group(self, group: int) -> list[TaskKey]:
         """Cancel what has not started of a group; returns what was cancelled.
 

@@ -31,6 +31,8 @@ class GroupBatch:
     """[S] float32, the rollout's log-probs."""
     mask: torch.Tensor | None
     """[S] bool, False for tokens that are not learned from; None keeps all."""
+    stale: torch.Tensor | None = None
+    """[S] bool, True for tokens drawn under older weights; None where none was."""
     old: torch.Tensor | None = None
     """[S] log-probs under the weights that sampled; None until they are known."""
 
@@ -50,6 +52,7 @@ class Learner:
         algorithm = profile.algorithm
         self._settings = LossSettings.from_profile(algorithm, profile.rollout.max_new_tokens)
         self._old_from_rollout = algorithm.old_logprobs == "rollout"
+        self._mask_stale = profile.rollout.stale_tokens == "mask"
         self._groups, self._num_minibatches = sorted(groups), algorithm.num_minibatches
         self.num_updates = algorithm.num_minibatches * algorithm.num_epochs
         self.update = 0
@@ -98,7 +101,13 @@ class Learner:
     def _loss(self, logprobs: torch.Tensor, batch: GroupBatch) -> LossResult:
         # In the first update the policy is the one that sampled: its own log-probs, not a copy rounded elsewhere.
         old = batch.old if batch.old is not None or not self._old_from_rollout else batch.sampled
+        mask = batch.mask
+        if batch.stale is not None and self._mask_stale:
+            mask = ~batch.stale if mask is None else mask & ~batch.stale
+        elif batch.stale is not None:
+            fresh = logprobs.detach() if old is None else old.to(logprobs)
+            old = torch.where(batch.stale.to(logprobs.device), batch.sampled.to(logprobs), fresh)
         return policy_loss(
             logprobs, old, batch.advantages, batch.reference, batch.packed.lengths, self._settings,
-            rollout_logprobs=batch.sampled, mask=batch.mask,
+            rollout_logprobs=batch.sampled, mask=mask,
         )  # fmt: skip
