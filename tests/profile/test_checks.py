@@ -90,6 +90,7 @@ def test_all_faults_between_keys_at_once() -> None:
         ),
         (["algorithm.importance_cap=2", "algorithm.old_logprobs=rollout"], "algorithm.importance_cap: got 2"),
         (["algorithm.num_minibatches=5"], "algorithm.num_minibatches: got 5, expected a divisor of the 32"),
+        (["rollout.extra_groups=2", "algorithm.num_minibatches=2"], "algorithm.num_minibatches: got 2, expected 1"),
         (["algorithm.overlong_buffer_tokens=9"], "expected at most `rollout.max_new_tokens` (8)"),
         (["rollout.group_size=1", "algorithm.name=rloo"], "RLOO needs at least two responses"),
         (["algorithm.name=grpoo"], "algorithm.name: got the text `grpoo`, expected `grpo`"),

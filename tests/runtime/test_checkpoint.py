@@ -37,6 +37,17 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-000003", "step-000010"]
 
 
+def test_the_best_is_kept_besides_the_newest(tmp_path: Path) -> None:
+    assert checkpoint.best(tmp_path) is None
+    for step in (1, 2, 3, 10, 11):
+        checkpoint.save(tmp_path, step, TENSORS, STATE, keep=2, is_best=step in (1, 2))
+    names = sorted(p.name for p in tmp_path.iterdir())
+    assert names == ["best", "latest", "step-000002", "step-000010", "step-000011"]
+    found = checkpoint.best(tmp_path)
+    assert found is not None
+    assert found.step == 2
+
+
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(["state.json", "optimizer.safetensors"]), st.integers(0, 200))
 def test_a_truncated_checkpoint_is_never_chosen(tmp_path_factory: pytest.TempPathFactory, name: str, size: int) -> None:

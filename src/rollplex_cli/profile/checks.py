@@ -50,6 +50,12 @@ def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
     if profile.rollout.extra_groups and algorithm.num_minibatches > 1:
         text = f"got {algorithm.num_minibatches}, expected 1 with `rollout.extra_groups`: the groups of a step vary"
         yield "algorithm.num_minibatches", text
+    if profile.rollout.extra_groups and profile.topology.train_tp > 1:
+        text = (
+            f"got {profile.rollout.extra_groups}, expected 0 with `topology.train_tp` above 1: the ranks of a training "
+            "group must leave the same groups"
+        )
+        yield "rollout.extra_groups", text
     if algorithm.overlong_buffer_tokens > profile.rollout.max_new_tokens:
         text = (
             f"got {algorithm.overlong_buffer_tokens}, expected at most `rollout.max_new_tokens` "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.output.loggers import Loggers
     from rollplex_cli.runtime.step import StepResult
 
+log = logging.getLogger("rollplex.loop")
+
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
@@ -41,6 +44,8 @@ class Progress:
     """Mean reward of each step so far."""
     zero_steps: int = 0
     """Steps in a row in which every reward was zero."""
+    constant_steps: int = 0
+    """Steps in a row in which every reward was the same number, zero or not."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Held-out results with their step."""
 
@@ -147,6 +152,7 @@ class Run:
             "reward_errors": rank.engines.scorer.num_errors,
         }
         self._remember(row)
+        row["constant_reward_steps"] = self.progress.constant_steps
         self._write(step, row, result)
 
     def _prompts(self, step: int) -> tuple[list[PromptInput], list[Started]]:
@@ -170,6 +176,9 @@ class Run:
         progress.rewards.append(row["reward_mean"])
         all_zero = row["reward_mean"] == 0.0 and row["reward_std"] == 0.0
         progress.zero_steps = progress.zero_steps + 1 if all_zero else 0
+        # A deviation from sums of squares is exact only to rounding.
+        constant = row["reward_std"] <= 1e-6
+        progress.constant_steps = progress.constant_steps + 1 if constant else 0
 
     def _write(self, step: int, row: dict[str, Any], result: StepResult) -> None:
         rank = self.rank
@@ -178,12 +187,21 @@ class Run:
         every = rank.profile.logging.rollouts_every
         if every and step % every == 0:
             self._dump(step, result)
-        limit = rank.profile.guards.zero_reward_steps
+        self._check_rewards(step, row["reward_mean"])
+
+    def _check_rewards(self, step: int, mean: float) -> None:
+        """The alarms on rewards that teach nothing. A constant other than zero may be a task that is solved."""
+        limit = self.rank.profile.guards.zero_reward_steps
         if self.progress.zero_steps >= limit:
             raise RunFailedError(
                 f"every reward was zero for {limit} steps in a row, up to step {step}",
                 hint=f"look at the responses in {self._rollouts}: a wrong answer format or reward function is likely",
             )
+        if self.progress.constant_steps and self.progress.constant_steps % limit == 0:
+            log.warning(
+                "every reward was %.4g for %d steps in a row, up to step %d: nothing is learned from equal rewards",
+                mean, self.progress.constant_steps, step,
+            )  # fmt: skip
 
     def _dump(self, step: int, result: StepResult) -> None:
         with self._rollouts.open("a", encoding="utf-8") as stream:

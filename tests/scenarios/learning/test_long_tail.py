@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from scenarios.support import prepare_run
 
     settings = ("rollout.max_new_tokens=48", "optimizer.lr=1e-3", "data.max_prompt_tokens=256")

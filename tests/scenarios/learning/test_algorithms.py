@@ -19,7 +19,7 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from scenarios.support import prepare_run
 
     run = prepare_run(tmp_path_factory.mktemp("algorithms") / "run", prepared, "optimizer.lr=3e-3")
