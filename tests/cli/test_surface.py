@@ -12,7 +12,7 @@ OPTIONS = {
     "train": SHARED | {"--run-dir", "--resume", "--max-steps", "--schedule", "--plain"},
     "bench": SHARED | {"--run-dir", "--baseline", "--steps", "--workload", "--plain"},
     "report": {"run", "--json"},
-    "export": {"run", "--to", "--json"},
+    "export": {"run", "--to", "--best", "--json"},
     "profile-memory": SHARED,
     "profiles": set(),
     "profiles ls": {"--json"},

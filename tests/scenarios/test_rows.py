@@ -117,3 +117,11 @@ def test_the_report_shows_samples(finished: RunFolder) -> None:
     html = (finished.report_dir / "report.html").read_text(encoding="utf-8")
     assert html.count("data:image/jpeg;base64,") >= 8
     assert "true answer" in html
+
+
+def test_the_best_can_be_exported(finished: RunFolder, tmp_path: Path) -> None:
+    (finished.checkpoints_dir / "best").write_text("step-000003\n")
+    done = rollplex("export", str(finished.root), "--to", str(tmp_path / "out"), "--best")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "out" / "config.json").is_file()
+    assert "step 3 exported" in (finished.logs_dir / "export.log").read_text()

@@ -20,9 +20,10 @@ EXPORT = "rollplex_cli.runtime.export"
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     to: Annotated[Path, typer.Option("--to", help="Folder to write; new or empty.")],
+    best: Annotated[bool, typer.Option("--best", help="The best held-out checkpoint, not the newest.")] = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Write a run's newest weights as a Hugging Face checkpoint."""
+    """Write a run's newest weights (or its best ones) as a Hugging Face checkpoint."""
     from rollplex_cli.launch.run_folder import reopen_run
     from rollplex_cli.launch.supervise import run_child
     from rollplex_cli.launch.torchrun import worker_env
@@ -33,6 +34,7 @@ def export(
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UsageError(f"the folder exists and is not empty: `{to}`", hint="choose another `--to`")
     argv = [sys.executable, "-m", EXPORT, str(folder.root.resolve()), "--to", str(to.resolve())]
+    argv += ["--best"] if best else []
     run_child(argv, folder, worker_env(load_profile(folder.profile), os.environ), what="export")
     if as_json:
         print_json({"run_dir": str(run), "checkpoint": str(to)})

@@ -27,12 +27,13 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="rollplex_cli.runtime.export")
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--best", action="store_true")
     arguments = parser.parse_args(argv)
     run = RunFolder(arguments.run_dir)
     redirect_output(run.logs_dir / "export.log")
     setup_logging()
     try:
-        export(run, arguments.to)
+        export(run, arguments.to, best=arguments.best)
     except BaseException as error:
         log.exception("export failed")
         write_status(run.status_dir / "export.json", failed_prepare(error))
@@ -40,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def export(run: RunFolder, target: Path) -> None:
-    """Write the weights of the newest checkpoint of `run` to the new folder `target`.
+def export(run: RunFolder, target: Path, *, best: bool = False) -> None:
+    """Write the weights of the newest checkpoint of `run` (or of its best one) to the new folder `target`.
 
     Raises:
-        UsageError: the run has no checkpoint, or `target` holds something.
+        UsageError: the run has no such checkpoint, or `target` holds something.
         RunFailedError: the checkpoint does not fit the run's model.
     """
     import torch
@@ -52,9 +53,13 @@ def export(run: RunFolder, target: Path) -> None:
     from rollplex_cli.engines.trainer.actor import is_vision
     from rollplex_cli.engines.weights.export import save_hf
     from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
-    from rollplex_cli.runtime.checkpoint import newest
+    from rollplex_cli.runtime import checkpoint
 
-    found = newest(run.checkpoints_dir)
+    found = checkpoint.best(run.checkpoints_dir) if best else checkpoint.newest(run.checkpoints_dir)
+    if found is None and best:
+        raise UsageError(
+            f"the run has no best checkpoint: {run.root}", hint="`evaluation.best_metric` says what makes it the best"
+        )
     if found is None:
         raise UsageError(f"the run has no checkpoint yet: {run.root}", hint="`runtime.checkpoint_every` sets how often")
     if target.is_dir() and not any(target.iterdir()):
