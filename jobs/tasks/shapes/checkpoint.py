@@ -26,13 +26,13 @@ def training_sentences() -> list[str]:
     return sentences + 2 * [f"assistant\n<answer>{answer}</answer>" for answer in answers]
 
 
-def build_checkpoint(base_dir: Path, config_json: Path, seed: int) -> None:
+def build_checkpoint(base_dir: Path, config_json: Path, seed: int | None) -> None:
     """Write a checkpoint that `AutoProcessor` and `Qwen2_5_VLForConditionalGeneration` load.
 
     Args:
         base_dir: created if needed.
         config_json: sizes of the model; ids of special tokens in it are replaced by the tokenizer's.
-        seed: of the weights. Equal seeds give equal files.
+        seed: of the weights. Equal seeds give equal files; None writes none.
 
     Raises:
         UsageError: the vocabulary of the model is smaller than the tokenizer's.
@@ -47,7 +47,11 @@ def build_checkpoint(base_dir: Path, config_json: Path, seed: int) -> None:
         )
     base_dir.mkdir(parents=True, exist_ok=True)
     _save_processors(base_dir, tokenizer, config.vision_config)
-    _save_weights(base_dir, config, tokenizer, seed)
+    if seed is None:
+        config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+        config.save_pretrained(base_dir)
+    else:
+        _save_weights(base_dir, config, tokenizer, seed)
 
 
 def _config(config_json: Path, tokenizer: Any) -> Any:

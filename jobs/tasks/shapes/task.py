@@ -81,6 +81,12 @@ def build_base(base_dir: Path, data_dir: Path, config_json: Path, seed: int) -> 
     checkpoint.build_checkpoint(base_dir, config_json, seed)
 
 
+def build_shell(base_dir: Path, data_dir: Path, config_json: Path) -> None:
+    """As `build_base`, but without weights: whoever loads the folder draws them."""
+    del data_dir
+    checkpoint.build_checkpoint(base_dir, config_json, None)
+
+
 def _options(options: Mapping[str, Any]) -> dict[str, int]:
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:

@@ -111,6 +111,10 @@ class RunFolder:
         """Spans of one rank."""
         return self.events_dir / f"rank{rank}.jsonl"
 
+    def sharing(self, rank: int) -> Path:
+        """What one rank measured of running decode and training at once."""
+        return self.root / f"sharing{rank}.json"
+
     def status(self, rank: int) -> Path:
         """Status of one rank."""
         return self.status_dir / f"rank{rank}.json"

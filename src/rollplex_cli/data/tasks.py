@@ -41,7 +41,10 @@ class Task(Protocol):
         """The response a cold start teaches, without the end token."""
 
     def build_base(self, base_dir: Path, data_dir: Path, config_json: Path, seed: int) -> None:
-        """Write a Hugging Face checkpoint folder with random weights of the sizes in `config_json`."""
+        """Write a Hugging Face checkpoint folder with random weights of the sizes in `config_json`.
+
+        A task may have `build_shell(base_dir, data_dir, config_json)` besides: the same without weights.
+        """
 
 
 _FUNCTIONS = {

@@ -76,7 +76,7 @@ LIFETIMES: dict[str, Lifetime] = {
             _C.BOUNDARY,
             "rollout",
             _K.DECODE,
-            {_K.EXCHANGE, _K.REWARD, _K.ADVANTAGE, _K.REF_SUFFIX, _K.ACTOR_SUFFIX},
+            {_K.EXCHANGE, _K.REWARD, _K.ADVANTAGE, _K.REF_SUFFIX, _K.ACTOR_SUFFIX, _K.ACTOR_PREFIX},
             _K.ACTOR_SUFFIX,
             per_group=True,
         ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rollplex_cli.profile.sharing import parse_policy
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -117,6 +119,16 @@ def _lengths(profile: Profile) -> Iterator[tuple[str, str]]:
 
 
 def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
+    try:
+        parse_policy(profile.schedule.policy)
+    except ValueError as error:
+        yield "schedule.policy", f"got `{profile.schedule.policy}`, {error}"
+    if profile.reuse.rollout_prefix and profile.schedule.prefix_activations != "recompute":
+        text = (
+            f"got `{profile.schedule.prefix_activations}`, expected `recompute` with `reuse.rollout_prefix`: "
+            "the rollout leaves keys and values, no activations"
+        )
+        yield "schedule.prefix_activations", text
     for index, beta in enumerate(profile.optimizer.betas):
         if beta >= 1:
             yield f"optimizer.betas.{index}", f"got {beta}, expected a number below 1"

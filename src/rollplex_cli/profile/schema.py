@@ -218,6 +218,25 @@ class ScheduleProfile:
     """Train groups whose responses are final while others still decode."""
     prefix_activations: Literal["keep", "host", "recompute"] = "recompute"
     """What prefix backward uses: kept activations, layer inputs saved on the host, or a second forward."""
+    policy: str = "auto"
+    """How decode and the trainer share a GPU: `serial` (never at once), `streams` (equal priority), `priority`
+    (decode first), `fence:R` (R SMs kept from the trainer), `partition:D/P` (percent of the SMs for each), or `auto`,
+    which measures at the start and never overlaps what would not pay. Without a GPU only `serial` differs."""
+    calibration_s: NonNegativeFloat = 1.0
+    """Seconds of each of the measurements of `auto`; 0 takes a fence of 32 SMs unmeasured."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ReuseProfile:
+    """Work that need not be done."""
+
+    rollout_prefix: bool = False
+    """Take the actor's prefix keys and values from the rollout's own prefill instead of computing them again. Other
+    kernels computed them, so log-probs and gradients differ by rounding. Needs
+    `schedule.prefix_activations: recompute`."""
+    skip_zero_advantage: bool = True
+    """Train nothing on groups whose advantages are all zero, where no other term gives them a gradient. Exact: they
+    count in the normaliser all the same, only not in the parity figures."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -334,6 +353,7 @@ class Profile:
     algorithm: AlgorithmProfile = Field(default_factory=AlgorithmProfile)
     optimizer: OptimizerProfile = Field(default_factory=OptimizerProfile)
     schedule: ScheduleProfile = Field(default_factory=ScheduleProfile)
+    reuse: ReuseProfile = Field(default_factory=ReuseProfile)
     cold_start: ColdStartProfile = Field(default_factory=ColdStartProfile)
     target: TargetProfile | None = None
     evaluation: EvaluationProfile = Field(default_factory=EvaluationProfile)

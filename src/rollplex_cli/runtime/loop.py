@@ -18,6 +18,7 @@ from rollplex_cli.runtime.executor.schedules import schedule_from
 from rollplex_cli.runtime.groups.intake import Intake
 from rollplex_cli.runtime.output.loggers import open_loggers
 from rollplex_cli.runtime.output.rollouts import rollout_rows
+from rollplex_cli.runtime.sharing.calibrate import calibrate
 from rollplex_cli.runtime.step import run_step
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Run:
 
     def _all_steps(self) -> None:
         runtime, evaluation = self.rank.profile.runtime, self.rank.profile.evaluation
+        self._calibrate()
         if self.progress.step == 0:
             self._evaluate()
         while self.progress.step < runtime.max_steps and not self._reached():
@@ -131,6 +133,14 @@ class Run:
         self._evaluate()
         self._save()
         self._check_target()
+
+    def _calibrate(self) -> None:
+        rank = self.rank
+        if rank.sharing.policy.measured and self._schedule.overlap and rank.sharing.streams is not None:
+            rank.control.doing("measuring how decode and training share the GPU")
+            prompts = rank.loader.batch(self.progress.step)
+            calibrate(rank, [build_prompt_input(p, rank.media_tokens) for p in prompts])
+            rank.control.doing("")
 
     # ---- steps -------------------------------------------------------------------------------------------
 

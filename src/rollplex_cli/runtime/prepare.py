@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rollplex.prepare")
 
+LARGE_PARAMETERS = 200_000_000
+"""Random weights of more parameters than this are drawn by each rank where they lie instead of written to a disk."""
+
 
 def main(argv: list[str] | None = None) -> int:
     """Prepare a run; returns the exit code its status file carries."""
@@ -65,6 +68,9 @@ def prepare(run: RunFolder) -> None:
 
 
 def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep | None:
+    from rollplex_cli.engines.weights.draw import mark_random
+    from rollplex_cli.plan.model import load_shape
+
     write_status(run.prepare_status, PrepareStatus(stage="base"))
     if profile.model.init == "checkpoint":
         source = Path(profile.model.config).expanduser().resolve()
@@ -80,7 +86,12 @@ def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep |
         raise UsageError(f"no model configuration in `model.config`: {profile.model.config}")
     raw = run.root / ".base-random"
     shutil.rmtree(raw, ignore_errors=True)
-    task.build_base(raw, run.data_dir, folder / "config.json", profile.runtime.seed)
+    build_shell = getattr(task, "build_shell", None)
+    if profile.model.init == "random" and build_shell and load_shape(str(folder)).num_parameters > LARGE_PARAMETERS:
+        build_shell(raw, run.data_dir, folder / "config.json")
+        mark_random(raw, profile.runtime.seed)
+    else:
+        task.build_base(raw, run.data_dir, folder / "config.json", profile.runtime.seed)
     if profile.model.init == "random":
         raw.rename(run.base_dir)
         return None
@@ -96,12 +107,16 @@ def _cold_start(run: RunFolder, profile: Profile, task: Task, raw: Path) -> Cold
     from rollplex_cli.core.events import EventWriter
     from rollplex_cli.engines.weights.export import save_hf
     from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of, open_single_rank
+    from rollplex_cli.runtime.assembly.devices import device_of, set_up_lane
     from rollplex_cli.runtime.cold_start import ColdStart
 
     # One process does alone here what two lanes share later.
     if profile.runtime.torch_threads:
         torch.set_num_threads(2 * profile.runtime.torch_threads)
-    with open_single_rank():
+    if device_of(profile) == "cuda":
+        # One thread does both, so one stream: nothing else orders the update before the sampling.
+        set_up_lane(profile, "rollout")
+    with open_single_rank(device_of(profile)):
         from rollplex_cli.data.processor import PromptBuilder
 
         engine = build_rollout(profile, raw)

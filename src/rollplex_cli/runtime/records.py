@@ -37,6 +37,8 @@ class GroupRecord:
     lengths: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
+    idle: bool = False
+    """Has no gradient: its advantages are all zero and the loss has no other term."""
     skipped: bool = False
     """Left out of the loss: nothing can be learned from it."""
     loss_sum: float = 0.0
@@ -131,7 +133,7 @@ class StepSums:
         self.reward_square_sum += sum(r * r for r in record.rewards)
         self.num_nonzero_rewards += sum(r != 0.0 for r in record.rewards)
         self.zero_variance += record.zero_variance
-        self.skipped += record.skipped
+        self.skipped += record.skipped or record.idle
         self.stale_tokens += sum(record.stale)
         for name in _FROM_RECORDS:
             setattr(self, name, getattr(self, name) + getattr(record, name))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.executor.schedules import Schedule
     from rollplex_cli.runtime.groups.intake import Started
@@ -43,6 +44,7 @@ def run_step(
     schedule: Schedule,
     *,
     lengths: Mapping[int, Sequence[int]] | None = None,
+    profile: Profile | None = None,
     boundary: Callable[[TaskKey, str], None] | None = None,
     started: Sequence[Started] = (),
 ) -> StepResult:
@@ -51,24 +53,33 @@ def run_step(
     Args:
         inputs: this rank's prompts; group ids are their indices.
         lengths: see `StepTasks`.
+        profile: the rank's own if None; benchmarks vary what is reused.
         boundary: see `Executor`.
         started: where the rollout oversamples, the groups in flight, one per input.
 
     Raises:
         RollplexError: the first failure of any task, or that of a peer. The phase machine is then FAILED.
     """
+    profile = profile or rank.profile
     tasks = StepTasks(
-        rank.profile, rank.engines, rank.store, rank.theta, rank.events,
+        profile, rank.engines, rank.store, rank.theta, rank.events,
         step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
         started=started,
     )  # fmt: skip
-    in_reward = rank.profile.algorithm.kl_in == "reward"
-    graph = build_step_graph(range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward)
+    in_reward = profile.algorithm.kl_in == "reward"
+    graph = build_step_graph(
+        range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
+        prefix_from_rollout=profile.reuse.rollout_prefix,
+    )  # fmt: skip
+    sharing = rank.sharing
     executor = Executor(
-        graph, schedule, rank.machine, rank.theta, tasks.bodies(),
+        graph, schedule, rank.machine, rank.theta,
+        sharing.around(tasks.bodies(), lambda: rank.machine.state is Phase.GENERATE),
+        may_overlap=sharing.may_overlap,
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
     )  # fmt: skip
     executor.on_terminal = rank.store.task_ended
+    tasks.report_batch = sharing.report
     begun = time.monotonic()
     run = _Run(rank, executor, tasks, step, schedule)
     with _running(rank, executor, tasks):
@@ -125,8 +136,9 @@ class _Run:
         rank.store.end_step()
         wanted = set(learner.begin(update))
         graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
+        bodies = rank.sharing.around(self.tasks.bodies(), lambda: False)
         executor = Executor(
-            graph, self.schedule, rank.machine, rank.theta, self.tasks.bodies(),
+            graph, self.schedule, rank.machine, rank.theta, bodies,
             span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group),
         )  # fmt: skip
         executor.on_terminal = rank.store.task_ended

@@ -87,6 +87,8 @@ class StepTasks:
         """Of the last update."""
         self.batch_std: float | None = None
         """Deviation of rewards over the whole batch; set by the control thread where the algorithm needs it."""
+        self.report_batch: Callable[[int], None] = lambda _batch: None
+        """Hears after each decode step how many responses are under way."""
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts, of the groups that the step finished."""
@@ -136,6 +138,7 @@ class StepTasks:
                     waiting.discard(group)
                     self._take(result, keys[group], started)
                     executor.complete_decode(keys[group])
+                self.report_batch(engine.num_running)
                 executor.touch()
             if waiting:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
@@ -183,6 +186,7 @@ class StepTasks:
                 ignore_eos=lengths is not None,
             ),
             max_new_tokens=tuple(lengths) if lengths is not None else None,
+            keep_prefix=self._profile.reuse.rollout_prefix,
         )
 
     def _take(self, result: GroupResult, key: TaskKey, started: float) -> None:
@@ -241,6 +245,7 @@ class StepTasks:
             record.kl_sum = float(kl.sum())
         record.skipped = algorithm.skip_zero_variance and record.zero_variance
         values = advantages(rewards, algorithm.advantage, algorithm.advantage_epsilon, self.batch_std)
+        record.idle = self.learner.may_leave_out and not record.skipped and not bool(values.any())
         self._store.put("advantages", values, key)
 
     # ---- trainer lane ------------------------------------------------------------------------------------
@@ -258,12 +263,23 @@ class StepTasks:
         return _fence()
 
     def _actor_prefix(self, key: TaskKey) -> Fence | None:
-        self._store.put("actor_boundary", self._engines.actor.prefix(self._inputs[key.group]), key)
+        if self.records[key.group].idle:
+            return None
+        prompt, actor = self._inputs[key.group], self._engines.actor
+        boundary = None
+        if self._profile.reuse.rollout_prefix and self.learner.update == 0:
+            with self._store.lease("responses", key) as result:
+                boundary = result.prefix
+        state = actor.prefix(prompt) if boundary is None else actor.adopt_prefix(prompt, boundary)
+        self._store.put("actor_boundary", state, key)
         return _fence()
 
     def _actor_suffix(self, key: TaskKey) -> Fence | None:
         record, learner = self.records[key.group], self.learner
         if record.skipped:
+            return None
+        if record.idle:
+            record.weight = learner.leave_out(self._batch(key, record))
             return None
         first = learner.update == 0
         batch = self._batch(key, record) if first else learner.batches[key.group]
@@ -300,6 +316,8 @@ class StepTasks:
         )
 
     def _actor_prefix_backward(self, key: TaskKey) -> Fence | None:
+        if self.records[key.group].idle:
+            return None
         with self._store.lease("actor_boundary", key) as state:
             self.learner.prefix_backward(self._engines.actor, key.group, state)
         return _fence()

@@ -58,7 +58,7 @@ class _Session:
         """Build the rank and do its work: a training run, or the benchmark whose request lies in the run folder."""
         # Heavy imports come after the log is redirected: what they print belongs there.
         from rollplex_cli.runtime.assembly.build import open_control, open_rank
-        from rollplex_cli.runtime.bench import run_bench
+        from rollplex_cli.runtime.bench.run import run_bench
         from rollplex_cli.runtime.loop import Run
 
         control, machine = self._stack.enter_context(open_control(self._run, self._rank))

@@ -33,6 +33,8 @@ class RolloutOptions:
 
     model_dir: Path
     """A Hugging Face checkpoint folder: config and safetensors. No tokenizer is read."""
+    load_weights: bool = True
+    """Without it the parameters hold arbitrary numbers, for the caller to fill; the folder needs no safetensors."""
     device: Device = "cpu"
     gpu_index: int = 0
     """CUDA device of this rank; ignored on the CPU."""
@@ -66,7 +68,7 @@ def server_args(options: RolloutOptions, tp_size: int) -> Any:
     common: dict[str, Any] = {
         "model_path": str(options.model_dir),
         "skip_tokenizer_init": True,
-        "load_format": "auto",
+        "load_format": "auto" if options.load_weights else "dummy",
         "dtype": options.dtype,
         "device": options.device,
         "tp_size": tp_size,

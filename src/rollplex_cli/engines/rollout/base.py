@@ -38,6 +38,8 @@ class GroupRequest:
     settings: SamplingSettings
     max_new_tokens: tuple[int, ...] | None = None
     """Per-response limit; `None` takes the one of `settings`."""
+    keep_prefix: bool = False
+    """Copy the prompt's keys and values into the result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +65,9 @@ class GroupResult:
     responses: tuple[Response, ...]
     decode_step: int
     """Scheduler steps taken since `begin_step` when the last response ended: the logical time of completion."""
+    prefix: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None = None
+    """Keys (rotated) and values of prompt positions 0..P-2 by layer, each [1, KV heads, P - 1, head_dim], complete on
+    the device; None unless asked for, and where the first response ended before they could be copied."""
 
 
 class RolloutEngine(Protocol):
@@ -71,6 +76,14 @@ class RolloutEngine(Protocol):
     @property
     def weight_version(self) -> int:
         """Version of the weights in use; grows by one with each `publish`."""
+
+    @property
+    def num_running(self) -> int:
+        """Responses under way now."""
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Prompt plus response tokens that one response may have."""
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The engine's own parameter tensors by SGLang name. Writing through them changes the model."""

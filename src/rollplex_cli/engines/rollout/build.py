@@ -51,7 +51,8 @@ class Built:
 
 def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp_rank: int) -> Built:
     """Build the scheduler of this rank. With several replicas this is a collective of the default group."""
-    check_weight_names(options.model_dir)
+    if options.load_weights:
+        check_weight_names(options.model_dir)
     media = MediaTokens.from_config(json.loads((options.model_dir / "config.json").read_text()))
     image, video = media.image_token_id, media.video_token_id
     patches.apply(options.device)

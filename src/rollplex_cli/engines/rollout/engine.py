@@ -61,6 +61,7 @@ class _Group:
     inputs: Any
     tracks: list[_Track]
     siblings_wait: bool = True
+    prefix: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None = None
 
 
 class SglangRollout:
@@ -118,6 +119,11 @@ class SglangRollout:
     def capacity_tokens(self) -> int:
         """Prompt plus response tokens that one response may have."""
         return self._capacity
+
+    @property
+    def num_running(self) -> int:
+        """Responses submitted to the scheduler and not ended."""
+        return len(self._by_rid)
 
     @_engine_call
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -279,12 +285,17 @@ class SglangRollout:
             if group.siblings_wait:
                 # The leader has its first token, so its prompt is in the prefix cache.
                 group.siblings_wait = False
+                leader = group.tracks[0].req
+                if group.inputs.request.keep_prefix and leader is not None:
+                    group.prefix = self._scheduler.prompt_key_values(leader)
                 for track in group.tracks[1:]:
                     self._start(track, group.inputs)
             responses = tuple(t.response for t in group.tracks if t.response is not None)
             if len(responses) == len(group.tracks):
                 del self._groups[number]
-                results.append(GroupResult(group=number, responses=responses, decode_step=self._steps))
+                results.append(
+                    GroupResult(group=number, responses=responses, decode_step=self._steps, prefix=group.prefix)
+                )
         return results
 
 

@@ -130,6 +130,21 @@ class HostedScheduler(Scheduler):
         """SGLang's own idle housekeeping: pool leak checks, which raise, and the reset of its length estimate."""
         self.on_idle()
 
+    @torch.no_grad()
+    def prompt_key_values(self, req: Any) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
+        """Copies of a running request's keys and values of all prompt positions but the last, by layer, each
+        [1, KV heads, P - 1, head_dim]. They are complete when this returns, for any stream."""
+        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(req.origin_input_ids) - 1].long()
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        pairs = []
+        for layer in range(pool.layer_num):
+            buffers = (pool.get_key_buffer(layer), pool.get_value_buffer(layer))
+            keys, values = (b[slots].transpose(0, 1).unsqueeze(0).contiguous() for b in buffers)
+            pairs.append((keys, values))
+        if slots.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return tuple(pairs)
+
     def retract_running(self) -> None:
         """Give back the KV of every running request; all go back to the queue with their tokens."""
         self.pause_generation(PauseGenerationReqInput(mode="retract"))

@@ -130,6 +130,10 @@ class Actor:
         """The attached boundary of a prompt; reads weights, writes no gradient."""
         return self.split.prefix(prompt, self._mode)
 
+    def adopt_prefix(self, prompt: PromptInput, key_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PrefixState:
+        """The boundary of a prompt from keys and values that another engine computed under the same weights."""
+        return self.split.adopt_prefix(prompt, key_values)
+
     def suffix(
         self, state: PrefixState, packed: PackedSuffix, loss_fn: Callable[[torch.Tensor], LossResult]
     ) -> SuffixOutcome:

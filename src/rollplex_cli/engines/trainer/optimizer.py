@@ -62,7 +62,9 @@ class HostAdamW(torch.optim.Optimizer):
         self._layout = arena.layout
         self._offsets = [slot.offset for slot in self._layout.slots]
         self._named = dict(params)
-        self._flat = {part: torch.zeros(self._layout.size, dtype=arena.flat.dtype) for part in _PARTS}
+        # Pinned, or a GPU's link runs at a fraction of its rate.
+        kind: dict[str, Any] = {"dtype": arena.flat.dtype, "pin_memory": arena.flat.is_cuda}
+        self._flat = {part: torch.zeros(self._layout.size, **kind) for part in _PARTS}
         self._global_grad_norm = 0.0
         self.read_parameters()
 
@@ -95,8 +97,8 @@ class HostAdamW(torch.optim.Optimizer):
             self._arena.scale(clip)
         rate = self.lr
         for start, stop, decay in self._chunks():
-            self._update(start, stop, decay, rate)
-            self._write(start, stop)
+            self._write(start, stop, self._update(start, stop, decay, rate))
+        self._wait()
         self.updates += 1
         for group in self.param_groups:
             group["lr"] = self.lr
@@ -137,7 +139,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates = int(state["updates"])
         for group in self.param_groups:
             group["lr"] = self.lr
-        self._write(0, self._layout.size)
+        self._write(0, self._layout.size, self._flat["master"])
+        self._wait()
 
     def _chunks(self) -> Iterator[tuple[int, int, float]]:
         """(start, stop, weight decay) of every chunk; none crosses the border of the two parts."""
@@ -147,10 +150,16 @@ class HostAdamW(torch.optim.Optimizer):
             for start in range(low, high, step):
                 yield start, min(start + step, high), decay
 
-    def _update(self, start: int, stop: int, decay: float, rate: float) -> None:
+    def _wait(self) -> None:
+        """The host arrays are read next by the CPU, which does not wait for a stream by itself."""
+        if self._arena.flat.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _update(self, start: int, stop: int, decay: float, rate: float) -> torch.Tensor:
+        """Update one chunk; returns its new masters, on the arena's device."""
         device = self._arena.flat.device
         host = [self._flat[part][start:stop] for part in _PARTS]
-        master, first, second = (t.to(device) for t in host)
+        master, first, second = (t.to(device, non_blocking=True) for t in host)
         beta1, beta2 = self.settings.betas
         torch._fused_adamw_(
             [master],
@@ -169,17 +178,18 @@ class HostAdamW(torch.optim.Optimizer):
         )
         for target, value in zip(host, (master, first, second), strict=True):
             if target.data_ptr() != value.data_ptr():
-                target.copy_(value)
+                target.copy_(value, non_blocking=True)
+        return master
 
-    def _write(self, start: int, stop: int) -> None:
-        """Copy masters [start, stop) into the parameters they belong to."""
+    def _write(self, start: int, stop: int, masters: torch.Tensor) -> None:
+        """Copy `masters`, those of [start, stop), into the parameters they belong to."""
         index = max(bisect_right(self._offsets, start) - 1, 0)
         for slot in self._layout.slots[index:]:
             if slot.offset >= stop:
                 break
             low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
             if low < high:
-                values = self._flat["master"][low:high]
+                values = masters[low - start : high - start]
                 write_elements(self._named[slot.name].detach(), low - slot.offset, values)
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from rollplex_cli.engines.trainer.model import language, vision
-from rollplex_cli.engines.trainer.model.attention import ATTENTION, folded_bias
+from rollplex_cli.engines.trainer.model.attention import ATTENTION
 from rollplex_cli.engines.trainer.model.language import KeyValue
+from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -112,6 +113,17 @@ class SplitModel:
             return PrefixState(prompt, mode, outputs)
         return PrefixState(prompt, mode, _leaves(outputs), stage_inputs=[_to_host(t) for t in saved or []])
 
+    def adopt_prefix(self, prompt: PromptInput, key_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PrefixState:
+        """A boundary of keys (rotated) and values computed elsewhere, by layer, each [1, KV heads, P - 1, head_dim].
+
+        Its backward computes the prefix anew, so gradients are those at the prefix of these weights.
+        """
+        for pair in key_values:
+            for tensor in pair:
+                if tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream())
+        return PrefixState(prompt, "recompute", _leaves(tuple(KeyValue(*pair) for pair in key_values)))
+
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses behind the prefix, in max(float32, dtype); differentiable where grad
         mode is on and the prefix is not of mode `none`."""
@@ -121,12 +133,13 @@ class SplitModel:
         device = weights.device
         ids = packed.token_ids.to(device)
         angles = language.rope(sizes, packed.position_ids.to(device).unsqueeze(1), weights.dtype)
-        bias = folded_bias(
-            packed.segments.to(device), state.num_tokens, sizes.num_heads // sizes.num_kv_heads, weights.dtype
-        )
+        queries_per_kv, segments = sizes.num_heads // sizes.num_kv_heads, packed.segments.to(device)
+        behind = suffix_attention(packed.lengths, segments, state.num_tokens, queries_per_kv, weights.dtype)
         hidden = language.embed(weights, ids, None, ()).unsqueeze(0)
         for layer, prefix in zip(weights.layers, state.boundary, strict=True):
-            hidden, _ = language.decoder_layer(layer, sizes, hidden, angles, self._attention, prefix=prefix, bias=bias)
+            hidden, _ = language.decoder_layer(
+                layer, sizes, hidden, angles, self._attention, prefix=prefix, behind=behind
+            )
         return self._logprobs(hidden[0], packed.targets.to(device))
 
     def prefix_backward(self, state: PrefixState) -> None:

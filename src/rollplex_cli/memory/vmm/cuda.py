@@ -64,11 +64,40 @@ class CudaDriver:
         # PyTorch's own context, kept alive because unmapping after its end would be undefined.
         self._context: Any | None = self._call("cuDevicePrimaryCtxRetain", self._device)
 
+    @property
+    def bindings(self) -> Any:
+        """The module `cuda.bindings.driver`, for its constants."""
+        return self._driver
+
+    @property
+    def cuda_device(self) -> Any:
+        """The driver's handle of the GPU."""
+        return self._device
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Call a function of the driver with this GPU's context current; its first result, or None.
+
+        Raises:
+            DriverCallError: it did not succeed.
+        """
+        with self._in_context():
+            return self._call(name, *arguments)
+
+    def call_all(self, name: str, *arguments: Any) -> list[Any]:
+        """As `call`, but all results."""
+        with self._in_context():
+            return self._results(name, *arguments)
+
     def _call(self, name: str, *arguments: Any) -> Any:
+        results = self._results(name, *arguments)
+        return results[0] if results else None
+
+    def _results(self, name: str, *arguments: Any) -> list[Any]:
+        results: list[Any]
         status, *results = getattr(self._driver, name)(*arguments)
         if status != self._driver.CUresult.CUDA_SUCCESS:
             raise DriverCallError(name, self._describe(status))
-        return results[0] if results else None
+        return results
 
     def _describe(self, status: Any) -> str:
         _, name = self._driver.cuGetErrorName(status)

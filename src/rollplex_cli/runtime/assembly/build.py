@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,11 +22,13 @@ from rollplex_cli.data.tasks import load_task
 from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.weights.draw import copy_of, random_seed_of
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
-from rollplex_cli.runtime.assembly.build_rollout import build_rollout, device_of, media_tokens_of
+from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
+from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
 from rollplex_cli.runtime.control.peers import Peers
@@ -58,7 +61,7 @@ def open_control(run: RunFolder, rank: int) -> Iterator[tuple[Control, PhaseMach
     control.install_signals()
     control.write("starting")
     group_store = _group_store(store, namespace)
-    backend = "cpu:gloo,cuda:nccl" if device_of(profile) == "cuda" else "gloo"
+    backend = backend_of(device_of(profile))
     timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     yield control, machine
@@ -76,7 +79,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     """
     profile, peers = load_profile(run.profile), control.peers
     _check_degrees(profile)
-    lanes = [LaneThread(name, lambda: _set_up_lane(profile)) for name in ("rollout", "trainer", "host")]
+    lanes = [LaneThread(name, partial(set_up_lane, profile, name)) for name in ("rollout", "trainer", "host")]
     rollout_lane, trainer_lane, host_lane = lanes
     events = EventWriter(run.events(peers.rank), peers.rank)
     # One after the other, in the same order on every rank: both create process groups.
@@ -102,6 +105,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
         engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task, scorer=scorer),
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
+        sharing=build_sharing(profile),
     )  # fmt: skip
     control.doing("")
     try:
@@ -160,7 +164,12 @@ def build_trainer(
     )
     if profile.algorithm.kl_coef == 0:
         return actor, None
-    frozen = load_model(base_dir, dtype).to(device_of(profile))
+    if random_seed_of(base_dir) is None:
+        frozen = load_model(base_dir, dtype).to(device_of(profile))
+    else:
+        # Nothing to load: the weights now are those of the start.
+        frozen = build_skeleton(load_config(base_dir), dtype)
+        bind_views(frozen, copy_of(rollout_params))
     return actor, Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned)
 
 
@@ -183,13 +192,6 @@ def _group_store(store: Any, namespace: str) -> Any:
     if store is None:
         return dist.HashStore()  # type: ignore[attr-defined]
     return dist.PrefixStore(f"rollplex/{namespace}/groups", store.clone())  # type: ignore[attr-defined]
-
-
-def _set_up_lane(profile: Profile) -> None:
-    if device_of(profile) == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    elif profile.runtime.torch_threads:
-        torch.set_num_threads(profile.runtime.torch_threads)
 
 
 def _check_degrees(profile: Profile) -> None:

@@ -14,6 +14,8 @@ from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
+from rollplex_cli.engines.weights.draw import draw_weights, random_seed_of
+from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,14 +25,6 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
 
 
-def device_of(profile: Profile) -> Literal["cpu", "cuda"]:
-    """The device a profile runs on here; `auto` takes CUDA where a GPU is visible."""
-    wanted = profile.topology.device
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return wanted
-
-
 def media_tokens_of(model_dir: Path) -> MediaTokens:
     """Placeholder ids and grid sizes of a checkpoint folder."""
     return MediaTokens.from_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
@@ -38,11 +32,11 @@ def media_tokens_of(model_dir: Path) -> MediaTokens:
 
 def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
     """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point."""
-    device = device_of(profile)
-    stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
-    return SglangRollout(
+    device, drawn_from = device_of(profile), random_seed_of(model_dir)
+    engine = SglangRollout(
         RolloutOptions(
             model_dir=model_dir,
+            load_weights=drawn_from is None,
             device=device,
             gpu_index=int(os.environ.get("LOCAL_RANK", "0")),
             dtype=profile.model.dtype,
@@ -50,15 +44,23 @@ def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
             max_running_requests=profile.rollout.max_running_requests,
             chunked_prefill_tokens=profile.rollout.chunked_prefill_tokens,
             seed=derive_seed(profile.runtime.seed, "engine"),
-            stream=stream,
+            stream=rollout_stream() if device == "cuda" else None,
         )
     )
+    if drawn_from is not None:
+        vision = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vision_config"]
+        draw_weights(engine.parameters(), drawn_from, int(vision["intermediate_size"]))
+        engine.publish()
+        if device == "cuda":
+            torch.cuda.synchronize()  # whoever reads the weights next does so on another stream
+    return engine
 
 
 @contextlib.contextmanager
-def open_single_rank() -> Iterator[None]:
+def open_single_rank(device: Literal["cpu", "cuda"]) -> Iterator[None]:
     """A process group of one rank, for work before the run."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend_of(device), store=store, rank=0, world_size=1)
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.control.control import Control
     from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.lanes import LaneThread
+    from rollplex_cli.runtime.sharing.sharing import Sharing
     from rollplex_cli.runtime.tasks import Engines
 
 
@@ -49,6 +50,7 @@ class Rank:
     media_tokens: MediaTokens
     first_group: int
     """Global id of this rank's first prompt group in a step."""
+    sharing: Sharing
     theta: ThetaGuard = field(default_factory=ThetaGuard)
     store: ObjectStore = field(default_factory=ObjectStore)
 

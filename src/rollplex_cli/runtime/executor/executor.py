@@ -7,7 +7,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollplex_cli.core.names import Lane, TaskKey
+from rollplex_cli.core.names import Lane, Phase, TaskKey
 from rollplex_cli.runtime.executor.graph import LANES, READS_THETA, TaskGraph, TaskState
 from rollplex_cli.runtime.executor.order import Action
 
@@ -51,6 +51,7 @@ class Executor:
         span: makes the event span around a task.
         boundary: called before and after each task (tests inject delays and faults there).
         channel: order of the training group, None where the group is this rank alone.
+        may_overlap: asked before a trainer task starts beside decode; asked again after each decode step.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Executor:
         span: Callable[[TaskKey], AbstractContextManager[Any]] | None = None,
         boundary: Callable[[TaskKey, str], None] | None = None,
         channel: OrderChannel | None = None,
+        may_overlap: Callable[[], bool] | None = None,
     ) -> None:
         self.graph = graph
         self._schedule = schedule
@@ -73,6 +75,8 @@ class Executor:
         self._span = span or (lambda _key: nullcontext())
         self._boundary = boundary or (lambda _key, _when: None)
         self._channel = channel
+        self._may_overlap = may_overlap or (lambda: True)
+        self._held_back = False
         graph.follows_leader = channel is not None and not channel.is_leader
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -113,7 +117,7 @@ class Executor:
                 self._raise_if_stopped()
                 if not self._left(lane):
                     return None
-                key = self._schedule.pick(self.graph, lane, self._machine.state)
+                key = self._pick(lane)
                 if key is not None:
                     self._start(key)
                     return key
@@ -149,10 +153,18 @@ class Executor:
                     return Action.SKIP_GROUP, TaskKey(next(iter(LANES)), self._to_cancel.pop(0))
                 if not self._left(Lane.TRAINER):
                     return Action.END, None
-                key = self._schedule.pick(self.graph, Lane.TRAINER, self._machine.state)
+                key = self._pick(Lane.TRAINER)
                 if key is not None:
                     return Action.RUN, key
                 self._changed.wait()
+
+    def _pick(self, lane: Lane) -> TaskKey | None:
+        phase = self._machine.state
+        if lane is Lane.TRAINER:
+            self._held_back = phase is Phase.GENERATE and not self._may_overlap()
+            if self._held_back:
+                return None
+        return self._schedule.pick(self.graph, lane, phase)
 
     def _left(self, lane: Lane) -> bool:
         return any(t.lane is lane and not self.graph.is_terminal(t.key) for t in self.graph.tasks.values())
@@ -222,6 +234,8 @@ class Executor:
             self._raise_if_stopped()
             self._last_progress = time.monotonic()
             self.num_progress += 1
+            if self._held_back and self._may_overlap():
+                self._changed.notify_all()
 
     # ---- control -----------------------------------------------------------------------------------------
 

@@ -188,7 +188,12 @@ def build_update_graph(groups: Iterable[int]) -> TaskGraph:
 
 
 def build_step_graph(
-    groups: Iterable[int], *, reference: bool, exchange: bool = False, kl_in_reward: bool = False
+    groups: Iterable[int],
+    *,
+    reference: bool,
+    exchange: bool = False,
+    kl_in_reward: bool = False,
+    prefix_from_rollout: bool = False,
 ) -> TaskGraph:
     """The graph of section 1 of the design for one step.
 
@@ -197,6 +202,7 @@ def build_step_graph(
         reference: whether KL needs reference log-probs.
         exchange: whether responses come from other ranks of the training group.
         kl_in_reward: whether advantages need the reference's log-probs, and suffixes do not.
+        prefix_from_rollout: whether the actor takes its boundary from the rollout, which has it when it decoded.
     """
     graph = TaskGraph()
     last: list[TaskKey] = []
@@ -209,7 +215,7 @@ def build_step_graph(
             graph.add(final, [decode])
         reward, advantage = TaskKey(TaskKind.REWARD, g), TaskKey(TaskKind.ADVANTAGE, g)
         graph.add(reward, [final])
-        graph.add(prefix)
+        graph.add(prefix, [final] if prefix_from_rollout else [])
         needs = [final, advantage, prefix]
         if reference:
             ref_prefix, ref_suffix = TaskKey(TaskKind.REF_PREFIX, g), TaskKey(TaskKind.REF_SUFFIX, g)

@@ -38,6 +38,8 @@ class Schedule:
     """Whether prefixes may run beside decode."""
     early_groups: bool = False
     """Whether complete groups are trained while others still decode. Needs `overlap`."""
+    never_beside_decode: frozenset[TaskKind] = frozenset()
+    """Kinds of tasks that wait for the end of decode whatever else overlaps; benchmarks leave parts out with it."""
     prefixes_in_flight: int = 0
     """Boundaries held per role ahead of use; 0 is no limit. The group next in the logical order is exempt,
     or the step could wait for ever for a slot that only that group can free."""
@@ -60,6 +62,7 @@ class Schedule:
             or (kind in _PREFIXES and self.overlap)
             or (kind in _SUFFIXES and self.overlap and self.early_groups)
         )
+        beside_decode = beside_decode and kind not in self.never_beside_decode
         return frozenset({Phase.GENERATE, Phase.LEARN}) if beside_decode else frozenset({Phase.LEARN})
 
     def pick(self, graph: TaskGraph, lane: Lane, phase: Phase) -> TaskKey | None:

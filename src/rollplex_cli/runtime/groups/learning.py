@@ -55,6 +55,8 @@ class Learner:
         self._mask_stale = profile.rollout.stale_tokens == "mask"
         self._groups, self._num_minibatches = sorted(groups), algorithm.num_minibatches
         self.num_updates = algorithm.num_minibatches * algorithm.num_epochs
+        other_terms = algorithm.kl_coef and algorithm.kl_in == "loss", algorithm.entropy_coef
+        self._may_leave_out = profile.reuse.skip_zero_advantage and self.num_updates == 1 and not any(other_terms)
         self.update = 0
         """Number of the current update, 0-based."""
         self.weight = 0
@@ -90,6 +92,18 @@ class Learner:
         if self.num_updates > 1:
             self.batches[group] = batch
         return logprobs, outcome
+
+    @property
+    def may_leave_out(self) -> bool:
+        """Whether a group of zero advantages has no gradient and nothing later needs its log-probs."""
+        return self._may_leave_out
+
+    def leave_out(self, batch: GroupBatch) -> int:
+        """Count a group without a gradient in the update's normaliser, as training it would; returns its weight."""
+        zeros = torch.zeros(batch.packed.num_tokens)
+        weight = self._loss(zeros, batch).weight
+        self.weight += weight
+        return weight
 
     def prefix_backward(self, actor: Actor, group: int, state: PrefixState) -> None:
         """Send a trained group's gradients on; drop the boundary of one that was scored or skipped."""

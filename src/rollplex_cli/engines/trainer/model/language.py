@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.trainer.model.attention import Attention
     from rollplex_cli.engines.trainer.model.parameters import DecoderWeights, ModelWeights, TextSizes
+    from rollplex_cli.engines.trainer.model.suffix_attention import SuffixAttention
 
 
 class KeyValue(NamedTuple):
@@ -82,20 +83,18 @@ def decoder_layer(
     attention: Attention,
     *,
     prefix: KeyValue | None = None,
-    bias: torch.Tensor | None = None,
+    behind: SuffixAttention | None = None,
 ) -> tuple[torch.Tensor, KeyValue]:
     """One layer on `hidden` [B, S, hidden]; returns the new hidden states and the layer's own keys and values.
 
-    Without `prefix`, attention is causal among the rows. With it, rows see the prefix and each other as `bias`
-    (`attention.folded_bias`) says.
+    Without `prefix`, attention is causal among the rows. With it, `behind` says what rows see.
     """
     q, own = project_qkv(layer, sizes, rms_norm(hidden, layer.input_norm, sizes.norm_eps), angles)
     if prefix is None:
         mixed = attention(q, own.keys, own.values, causal=True)
     else:
-        keys = torch.cat((prefix.keys, own.keys), dim=2)
-        values = torch.cat((prefix.values, own.values), dim=2)
-        mixed = attention(q, keys, values, bias=bias)
+        assert behind is not None
+        mixed = behind(q, prefix, own)
     hidden = hidden + layer.output(mixed)
     x = rms_norm(hidden, layer.post_norm, sizes.norm_eps)
     return hidden + layer.down(swiglu(layer.gate_up(x))), own

@@ -1,0 +1,128 @@
+"""Attention of packed responses behind a shared prefix.
+
+Every response attends to the whole prefix and, causally, to itself. Two ways to compute it, chosen by device and
+dtype (`suffix_attention`):
+
+`masked`: one call of PyTorch's attention over [prefix, responses] with an additive mask. Any device and dtype; its
+    mask is quadratic in the responses of a group.
+`flash`: FlashAttention (Dao 2023) over the prefix for all rows and over each response by itself, merged by their
+    log-sum-exps. The backward calls the kernel once per part with the log-sum-exp of the whole, which gives the
+    gradients of the whole: both depend on the other part only through that number and the output. CUDA, 16-bit.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rollplex_cli.engines.trainer.model.attention import folded_bias, sdpa
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollplex_cli.engines.trainer.model.language import KeyValue
+
+
+class SuffixAttention(Protocol):
+    """`q` [1, H, S, d] of the packed rows; `prefix` and `own` keys and values [1, KV, P or S, d]; gives
+    [1, S, H * d]."""
+
+    def __call__(self, q: torch.Tensor, prefix: KeyValue, own: KeyValue) -> torch.Tensor:
+        """See the class."""
+
+
+def suffix_attention(
+    lengths: Sequence[int], segments: torch.Tensor, num_prefix_tokens: int, queries_per_kv: int, dtype: torch.dtype
+) -> SuffixAttention:
+    """The attention of responses of these `lengths`; `segments` [S] (see `PackedSuffix`) tells the device."""
+    if segments.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        return _Flash(lengths, num_prefix_tokens, segments.device)
+    return _Masked(folded_bias(segments, num_prefix_tokens, queries_per_kv, dtype))
+
+
+class _Masked:
+    def __init__(self, bias: torch.Tensor) -> None:
+        self._bias = bias
+
+    def __call__(self, q: torch.Tensor, prefix: KeyValue, own: KeyValue) -> torch.Tensor:
+        keys = torch.cat((prefix.keys, own.keys), dim=2)
+        values = torch.cat((prefix.values, own.values), dim=2)
+        return sdpa(q, keys, values, bias=self._bias)
+
+
+class _Flash:
+    def __init__(self, lengths: Sequence[int], num_prefix_tokens: int, device: torch.device) -> None:
+        def bounds(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([0, *accumulate(values)], dtype=torch.int32, device=device)
+
+        rows = sum(lengths)
+        self._own = (bounds(lengths), bounds(lengths), max(lengths), max(lengths))
+        self._prefix = (bounds([rows]), bounds([num_prefix_tokens]), rows, num_prefix_tokens)
+
+    def __call__(self, q: torch.Tensor, prefix: KeyValue, own: KeyValue) -> torch.Tensor:
+        rows = [t[0].transpose(0, 1) for t in (q, *prefix, *own)]
+        out: torch.Tensor = _FlashSuffix.apply(*rows, self._prefix, self._own)  # type: ignore[no-untyped-call]
+        return out.flatten(1).unsqueeze(0)
+
+
+class _FlashSuffix(torch.autograd.Function):
+    """All tensors [rows, heads, d]; `prefix_bounds` and `own_bounds` are (query bounds, key bounds, longest query,
+    longest key) as the kernel takes them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        prefix_k: torch.Tensor,
+        prefix_v: torch.Tensor,
+        own_k: torch.Tensor,
+        own_v: torch.Tensor,
+        prefix_bounds: tuple[Any, ...],
+        own_bounds: tuple[Any, ...],
+    ) -> torch.Tensor:
+        out, lse, *state = _forward(q, own_k, own_v, own_bounds, causal=True)
+        if prefix_k.shape[0]:
+            first, first_lse, *_ = _forward(q, prefix_k, prefix_v, prefix_bounds, causal=False)
+            whole = torch.logaddexp(first_lse, lse)
+            # Log-sum-exps are [heads, rows].
+            share, first_share = ((part - whole).exp().t().unsqueeze(-1) for part in (lse, first_lse))
+            out, lse = (first * first_share + out * share).to(q.dtype), whole
+        ctx.save_for_backward(q, prefix_k, prefix_v, own_k, own_v, out, lse, *state)
+        ctx.prefix_bounds, ctx.own_bounds = prefix_bounds, own_bounds
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, prefix_k, prefix_v, own_k, own_v, out, lse, *state = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv = _backward(grad, q, own_k, own_v, out, lse, ctx.own_bounds, state, causal=True)
+        if not prefix_k.shape[0]:
+            return dq, torch.zeros_like(prefix_k), torch.zeros_like(prefix_v), dk, dv, None, None
+        first = _backward(grad, q, prefix_k, prefix_v, out, lse, ctx.prefix_bounds, state, causal=False)
+        return dq + first[0], first[1], first[2], dk, dv, None, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[Any, ...], *, causal: bool
+) -> tuple[torch.Tensor, ...]:
+    """(output [rows, H, d], log-sum-exp [H, rows] float32, state of the random numbers that are not used)."""
+    out, lse, *state, _ = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)
+    return out, lse, *state
+
+
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    bounds: tuple[Any, ...],
+    state: list[torch.Tensor],
+    *,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *bounds, 0.0, causal, *state)
+    return dq, dk, dv

@@ -1,0 +1,1 @@
+"""Benchmarks: schedules and sharing policies against each other on the same work."""

@@ -1,0 +1,144 @@
+"""What a benchmark's rows come to."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import statistics
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rollplex_cli.runtime.assembly.rank import Rank
+    from rollplex_cli.runtime.bench.run import Variant
+    from rollplex_cli.runtime.sharing.calibrate import Measurement
+
+Rows = dict[str, list[dict[str, Any]]]
+STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+"""Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
+GEMM_SIZE, GEMM_TIMES = 8192, 20
+
+
+def build_result(
+    rank: Rank, variants: Sequence[Variant], rows: Rows, request: dict[str, Any], measured: Sequence[Measurement]
+) -> dict[str, Any]:
+    """The contents of bench_result.json."""
+    workload = str(request.get("workload") or rank.profile.name)
+    bound = _bound_s(rank, rows)
+    efficiency = {m.batch: max(o.efficiency for o in measured if o.batch == m.batch) for m in measured}
+    return {
+        "results": [_summary(variant, rows, workload, bound, efficiency) for variant in variants],
+        "hardware": _hardware(rank),
+        "ranks": rank.peers.world_size,
+        "model": rank.profile.model.config,
+        "pairs": len(rows[variants[0].name]),
+        "bound_s": bound,
+        "co_run": [asdict(m) for m in measured],
+        "choices": [asdict(c) for c in rank.sharing.choices],
+        "commit": _first_line(rank, "git"),
+        "command": _first_line(rank, "command"),
+        "raw": {name: [_raw(row) for row in own] for name, own in rows.items()},
+    }
+
+
+def _raw(row: dict[str, Any]) -> dict[str, Any]:
+    names = ("step_s", "phase_s", "loss", "grad_norm", "logprob_diff_mean", "peak_bytes", "response_tokens_mean")
+    return {name: row.get(name) for name in (*names, "prompt_tokens")}
+
+
+def _summary(
+    variant: Variant, rows: Rows, workload: str, bound: float | None, efficiency: dict[int, float]
+) -> dict[str, Any]:
+    own = rows[variant.name]
+    times = [r["step_s"] for r in own]
+    phases = sorted({phase for r in own for phase in r["phase_s"]})
+    # A ratio per pair, then its median: both steps of a pair had the same prompts at nearly the same time.
+    ratios = {
+        other: [theirs["step_s"] / mine["step_s"] for theirs, mine in zip(rows[other], own, strict=True)]
+        for other in rows
+        if other != variant.name
+    }
+    tokens = [sum(r["prompt_tokens"]) + r["response_tokens_mean"] * _responses(r) for r in own]
+    peaks = [r["peak_bytes"] for r in own if r.get("peak_bytes")]
+    middle = statistics.median(times)
+    return {
+        "workload": workload,
+        "variant": variant.name,
+        "schedule": variant.schedule,
+        "policy": variant.policy,
+        "step_s_median": middle,
+        "step_s_spread": [min(times), max(times)],
+        "phase_s": {p: statistics.median(r["phase_s"].get(p, 0.0) for r in own) for p in phases},
+        "ratio": {other: statistics.median(values) for other, values in ratios.items()},
+        "ratio_spread": {other: [min(values), max(values)] for other, values in ratios.items()},
+        "ratio_ci95": {other: _interval(values) for other, values in ratios.items()},
+        "co_run_efficiency": efficiency or None,
+        "peak_bytes": max(peaks) if peaks else None,
+        "bound_ratio": middle / bound if bound else None,
+        "tokens_per_s": statistics.median(n / t for n, t in zip(tokens, times, strict=True)),
+        "response_tokens_mean": statistics.median(r["response_tokens_mean"] for r in own),
+        "logprob_diff_mean": statistics.median(r["logprob_diff_mean"] for r in own),
+    }
+
+
+def _responses(row: dict[str, Any]) -> int:
+    return int(row["num_responses"])
+
+
+def _interval(ratios: Sequence[float]) -> list[float] | None:
+    """95 % confidence interval of the mean ratio over pairs, on the logarithms; None for one pair."""
+    if len(ratios) < 2:
+        return None
+    logs = [math.log(r) for r in ratios]
+    quantile = STUDENT_95[min(len(logs) - 2, len(STUDENT_95) - 1)]
+    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    return [math.exp(statistics.mean(logs) - half), math.exp(statistics.mean(logs) + half)]
+
+
+def _bound_s(rank: Rank, rows: Rows) -> float | None:
+    """No step is shorter than max(decode alone, operations / the measured rate of matrix products).
+
+    Decode alone is the GENERATE phase of `colocate`, prefill included. Operations: 2 per parameter and token of a
+    forward, 4 of a backward; attention is left out, so the bound is low. None without a GPU or that baseline.
+    """
+    if "colocate" not in rows or not torch.cuda.is_available():
+        return None
+    own = rows["colocate"]
+    decode = statistics.median(r["phase_s"]["GENERATE"] for r in own)
+    params = sum(p.numel() for name, p in rank.engines.actor.named_parameters().items() if "visual" not in name)
+    prompts = statistics.median(sum(r["prompt_tokens"]) for r in own)
+    responses = statistics.median(r["response_tokens_mean"] * _responses(r) for r in own)
+    reference = 1 if rank.engines.reference is not None else 0
+    # Prefix: rollout, reference, actor, its recomputation and backward. Suffix: reference, actor and backward.
+    forwards = prompts * (1 + reference + 1 + 1 + 2) + responses * (reference + 1 + 2)
+    return float(max(decode, 2 * params * forwards / _matrix_rate()))
+
+
+def _matrix_rate() -> float:
+    """Operations a second of a large BF16 matrix product of random numbers."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    for _ in range(3):
+        a @ b
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(GEMM_TIMES):
+        a @ b
+    end.record()
+    end.synchronize()
+    return float(2 * GEMM_SIZE**3 * GEMM_TIMES / (start.elapsed_time(end) / 1000))
+
+
+def _hardware(rank: Rank) -> str:
+    if torch.cuda.is_available():
+        return f"{rank.peers.world_size} x {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    return f"{os.cpu_count()} CPU cores, {platform.machine()}, {rank.profile.runtime.torch_threads} thread(s) a lane"
+
+
+def _first_line(rank: Rank, what: str) -> str:
+    path = getattr(rank.run, what)
+    return path.read_text(encoding="utf-8").splitlines()[0] if path.exists() else "unknown"

@@ -1,0 +1,172 @@
+"""Benchmark of schedules: the same prompts and response lengths under each, in alternation, in one process.
+
+Alternating ABBA inside one run cancels what drifts (clock, caches, neighbours on the host); two separate runs
+would compare those instead of the schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.files import read_json, write_atomic
+from rollplex_cli.core.names import TaskKind
+from rollplex_cli.core.seeds import derive_seed
+from rollplex_cli.engines.inputs import build_prompt_input
+from rollplex_cli.plan.workloads import WORKLOADS
+from rollplex_cli.profile.schema import ReuseProfile
+from rollplex_cli.profile.sharing import parse_policy
+from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
+from rollplex_cli.runtime.bench.result import build_result
+from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.sharing.calibrate import calibrate
+from rollplex_cli.runtime.step import run_step
+
+if TYPE_CHECKING:
+    from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.plan.workloads import Workload
+    from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.runtime.assembly.rank import Rank
+    from rollplex_cli.runtime.executor.schedules import Schedule
+
+NUM_WARM_UP_PAIRS = 1
+NOTHING_REUSED = ReuseProfile(rollout_prefix=False, skip_zero_advantage=False)
+ABLATIONS: dict[str, frozenset[TaskKind]] = {
+    "reference-overlap": frozenset({TaskKind.REF_PREFIX, TaskKind.REF_SUFFIX}),
+    "actor-overlap": frozenset({TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD}),
+    "early-groups": frozenset(),
+}
+"""What each leaves out of the overlap."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """One way to run the step."""
+
+    name: str
+    schedule: str
+    policy: str
+    profile: Profile
+    order: Schedule
+
+
+def run_bench(rank: Rank) -> None:
+    """Measure the profile's schedule against what the run folder's request names, and write the result.
+
+    Raises:
+        UsageError: an unknown baseline, workload or ablation.
+    """
+    request = read_json(rank.run.bench) or {}
+    workload = _workload(request)
+    if workload is not None:
+        rank.engines = dataclasses.replace(rank.engines, scorer=CoinFlips(rank.profile.rollout.group_size))
+    variants = _variants(rank.profile, request)
+    rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
+    measured = []
+    if any(parse_policy(variant.policy).measured for variant in variants):
+        measured = calibrate(rank, _inputs(rank, workload, 0))
+    number = 0
+    for pair in range(NUM_WARM_UP_PAIRS + int(request.get("steps", 8))):
+        inputs = _inputs(rank, workload, pair)
+        lengths = {g: _lengths(rank, workload, pair, g) for g in range(len(inputs))}
+        for variant in variants if pair % 2 == 0 else reversed(variants):
+            number += 1
+            row = _step(rank, number, variant, inputs, lengths)
+            if pair >= NUM_WARM_UP_PAIRS:
+                rows[variant.name].append(row)
+    if rank.peers.rank == 0:
+        result = build_result(rank, variants, rows, request, measured)
+        write_atomic(rank.run.bench_result, json.dumps(result, indent=2) + "\n")
+
+
+def _step(
+    rank: Rank, number: int, variant: Variant, inputs: list[PromptInput], lengths: dict[int, list[int]]
+) -> dict[str, Any]:
+    rank.control.step = number
+    rank.sharing.follow(parse_policy(variant.policy))
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
+    row = {
+        **result.row,
+        "peak_bytes": _peak_bytes(),
+        "prompt_tokens": [i.num_tokens for i in inputs],
+        "num_responses": len(inputs) * rank.profile.rollout.group_size,
+    }
+    if rank.peers.rank == 0:
+        with rank.run.metrics.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({**row, "schedule": variant.schedule, "variant": variant.name}) + "\n")
+    return row
+
+
+def _peak_bytes() -> int | None:
+    """Largest use of device memory in the step: what PyTorch allocated at most, and what others hold beside it."""
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+
+
+def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
+    own = profile.schedule.name
+    policies = request.get("policies") or [profile.schedule.policy]
+    found = [_variant(profile, own if i == 0 else f"{own} {p}", own, p) for i, p in enumerate(policies)]
+    for name in request.get("baselines", []):
+        if name == "colocate":
+            # As published: every role computes every prefix once, and every group is trained.
+            algorithm = dataclasses.replace(profile.algorithm, skip_zero_variance=False)
+            paper = dataclasses.replace(profile, reuse=NOTHING_REUSED, algorithm=algorithm)
+            found.append(_variant(paper, name, "colocate", "serial"))
+        elif name == "colocate_same_work":
+            found.append(_variant(profile, name, "colocate", "serial"))
+        else:
+            raise UsageError(f"no such baseline: `{name}`", hint="baselines are: colocate, colocate_same_work")
+    for name in request.get("ablations", []):
+        if name not in ABLATIONS:
+            raise UsageError(f"no such ablation: `{name}`", hint=f"ablations are: {', '.join(ABLATIONS)}")
+        found.append(_variant(profile, f"without {name}", own, policies[0], ablation=name))
+    return list({variant.name: variant for variant in found}.values())
+
+
+def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: str = "") -> Variant:
+    settings = profile.schedule
+    early = settings.early_groups and ablation != "early-groups"
+    order = schedule_from(
+        schedule, early_groups=early, prefixes_in_flight=settings.prefixes_in_flight,
+        advantages_wait=profile.algorithm.advantage == "batch_std",
+    )  # fmt: skip
+    if ablation:
+        order = dataclasses.replace(order, never_beside_decode=ABLATIONS[ablation])
+    return Variant(name=name, schedule=schedule, policy=policy, profile=profile, order=order)
+
+
+def _workload(request: dict[str, Any]) -> Workload | None:
+    name = request.get("workload")
+    if name is None:
+        return None
+    if name not in WORKLOADS:
+        raise UsageError(f"no such workload: `{name}`", hint=f"workloads are: {', '.join(WORKLOADS)}")
+    return WORKLOADS[name]
+
+
+def _inputs(rank: Rank, workload: Workload | None, pair: int) -> list[PromptInput]:
+    if workload is None:
+        return [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(pair)]
+    count = rank.profile.algorithm.prompts_per_step // rank.profile.data_parallel
+    return draw_inputs(rank, workload, pair, count)
+
+
+def _lengths(rank: Rank, workload: Workload | None, pair: int, group: int) -> list[int]:
+    """Response lengths, a function of seed, pair and global group only: a workload's own, else drawn evenly from 1 to
+    the limit."""
+    rollout = rank.profile.rollout
+    draw = random.Random(derive_seed(rank.profile.runtime.seed, "lengths", pair, rank.first_group + group))
+    if workload is None:
+        return [draw.randint(1, rollout.max_new_tokens) for _ in range(rollout.group_size)]
+    return [workload.draw_response_tokens(draw, rollout.max_new_tokens) for _ in range(rollout.group_size)]

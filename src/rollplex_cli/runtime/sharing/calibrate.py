@@ -1,0 +1,195 @@
+"""Measuring what overlap gains on this GPU, at this run's sizes, in steady state.
+
+Co-run efficiency of a policy = decode rate / decode rate alone + trainer rate / trainer rate alone, both in the same
+seconds. 1 is time slicing. Seconds, not milliseconds: the card is limited by power when both run, and its clock needs
+a while to fall.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollplex_cli.core.files import write_atomic
+from rollplex_cli.core.seeds import derive_seed
+from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
+from rollplex_cli.runtime.sharing.sharing import MIN_EFFICIENCY, Choice
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.runtime.assembly.rank import Rank
+
+log = logging.getLogger("rollplex.sharing")
+
+CANDIDATES = (0, 16, 32)
+"""SMs kept from the trainer; 0 is priority alone."""
+BATCHES = (8, 32)
+"""Decode batches measured besides the run's largest."""
+MAX_TOKENS = 4096
+STEADY_STEPS = 10
+"""Decode steps of the full batch before measuring."""
+
+
+_NO_POWER: tuple[float | None, int | None] = (None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """One batch under one policy."""
+
+    batch: int
+    reserved_sms: int
+    decode_alone: float
+    """Decode steps a second."""
+    decode: float
+    prefix_alone: float
+    """Prefixes a second, of the longest prompt given."""
+    prefix: float
+    efficiency: float
+    watts: float | None
+    sm_mhz: int | None
+
+
+def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
+    """Measure with the run's own engines, between steps, and let `auto` decide by it; nothing on a CPU.
+
+    The rollout's caches are empty afterwards. Results are in the run folder's `sharing.json`.
+    """
+    seconds, sharing = rank.profile.schedule.calibration_s, rank.sharing
+    if sharing.streams is None or not seconds:
+        return []
+    prompt = max(inputs, key=lambda i: i.num_tokens)
+    largest = min(rank.profile.rollout.max_running_requests, len(inputs) * rank.profile.rollout.group_size)
+    probe = _Probe(rank, prompt, seconds)
+    alone = probe.prefix_rate(0)
+    found = [m for batch in sorted({*(b for b in BATCHES if b < largest), largest}) for m in probe.batch(batch, alone)]
+    job = rank.rollout_lane.submit(rank.engines.rollout.publish)
+    rank.control.await_future(job, "emptying the rollout's caches")
+    sharing.decide([_best([m for m in found if m.batch == batch]) for batch in {m.batch for m in found}])
+    rows = {"measurements": [asdict(m) for m in found], "choices": [asdict(c) for c in sharing.choices]}
+    write_atomic(rank.run.sharing(rank.peers.rank), json.dumps(rows, indent=2) + "\n")
+    for choice in sharing.choices:
+        log.info("up to %d responses: %s", choice.batch, choice)
+    return found
+
+
+def _best(measured: Sequence[Measurement]) -> Choice:
+    best = max(measured, key=lambda m: m.efficiency)
+    return Choice(
+        batch=best.batch,
+        overlap=best.efficiency >= MIN_EFFICIENCY,
+        reserved_sms=best.reserved_sms,
+        efficiency=best.efficiency,
+    )
+
+
+class _Probe:
+    """Decode and prefixes of one prompt on the rank's lanes."""
+
+    def __init__(self, rank: Rank, prompt: PromptInput, seconds: float) -> None:
+        self._rank, self._prompt, self._seconds = rank, prompt, seconds
+        self._steps = 0
+        self._full = threading.Event()
+        self._stop = threading.Event()
+
+    def batch(self, batch: int, prefix_alone: float) -> list[Measurement]:
+        """Every candidate beside a decode of `batch` responses."""
+        self._stop.clear()
+        self._full.clear()
+        job = self._rank.rollout_lane.submit(partial(self._decode, batch))
+        try:
+            while not self._full.wait(0.1) and not job.done():
+                self._rank.control.tick()
+            decode_alone = self._decode_rate(lambda: time.sleep(self._seconds))
+            return [self._measure(batch, sms, decode_alone, prefix_alone) for sms in CANDIDATES]
+        finally:
+            self._stop.set()
+            self._rank.control.await_future(job, "measuring decode")
+
+    def _measure(self, batch: int, reserved_sms: int, decode_alone: float, prefix_alone: float) -> Measurement:
+        prefix, power = 0.0, _NO_POWER
+
+        def run() -> None:
+            nonlocal prefix, power
+            prefix = self.prefix_rate(reserved_sms)
+            power = _power()
+
+        decode = self._decode_rate(run)
+        return Measurement(
+            batch=batch,
+            reserved_sms=reserved_sms,
+            decode_alone=decode_alone,
+            decode=decode,
+            prefix_alone=prefix_alone,
+            prefix=prefix,
+            efficiency=decode / decode_alone + prefix / prefix_alone,
+            watts=power[0],
+            sm_mhz=power[1],
+        )
+
+    def _decode_rate(self, during: Callable[[], None]) -> float:
+        first, started = self._steps, time.monotonic()
+        during()
+        return (self._steps - first) / (time.monotonic() - started)
+
+    def prefix_rate(self, reserved_sms: int) -> float:
+        """Prefixes a second on the trainer lane, while whatever runs beside it runs."""
+        job = self._rank.trainer_lane.submit(partial(self._prefixes, reserved_sms))
+        return self._rank.control.await_future(job, "measuring prefixes")
+
+    def _prefixes(self, reserved_sms: int) -> float:
+        actor, streams = self._rank.engines.actor, self._rank.sharing.streams
+        assert streams is not None
+        streams.enter(reserved_sms)
+        actor.prefix(self._prompt).release()
+        streams.synchronize()
+        started, count = time.monotonic(), 0
+        while time.monotonic() - started < self._seconds:
+            # Two in flight: the device never waits for Python, and Python never runs far ahead.
+            for _ in range(2):
+                actor.prefix(self._prompt).release()
+                count += 1
+            streams.synchronize()
+        rate = count / (time.monotonic() - started)
+        streams.enter(0)
+        return rate
+
+    def _decode(self, batch: int) -> None:
+        engine = self._rank.engines.rollout
+        engine.begin_step()
+        steady = 0
+        while not self._stop.is_set():
+            if not engine.has_work():
+                engine.submit(self._requests(batch))
+            engine.step()
+            self._steps += 1
+            # Steady only some steps after the last prompt: kernels are built at first use.
+            steady = steady + 1 if engine.num_running >= batch else 0
+            if steady >= STEADY_STEPS:
+                self._full.set()
+        engine.abort()
+
+    def _requests(self, batch: int) -> list[GroupRequest]:
+        rollout = self._rank.profile.rollout
+        room = (rollout.kv_tokens - 2 * self._prompt.num_tokens) // batch - 8
+        limit = max(1, min(MAX_TOKENS, room, self._rank.engines.rollout.capacity_tokens - self._prompt.num_tokens))
+        settings = SamplingSettings(max_new_tokens=limit, temperature=rollout.temperature, ignore_eos=True)
+        seeds = tuple(derive_seed(0, "calibrate", index) for index in range(batch))
+        return [GroupRequest(group=0, input=self._prompt, seeds=seeds, settings=settings)]
+
+
+def _power() -> tuple[float | None, int | None]:
+    """(watts, SM clock in MHz) now; None where the library that tells is missing."""
+    with contextlib.suppress(Exception):
+        return torch.cuda.power_draw() / 1000, int(torch.cuda.clock_rate())
+    return None, None
