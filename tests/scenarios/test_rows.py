@@ -22,7 +22,7 @@ import hashlib
 async def noise(sample, text, finished):
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=2).digest(), "little") / 65535
 """
-pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
