@@ -21,7 +21,7 @@ from rollplex_cli.core.files import write_atomic
 from rollplex_cli.core.resources import model_config_folder
 from rollplex_cli.data.tasks import load_task
 from rollplex_cli.profile.load import load_profile
-from rollplex_cli.rl.rewards import score
+from rollplex_cli.rl.rewards.scorer import Scorer
 
 if TYPE_CHECKING:
     from rollplex_cli.data.processor import PromptBuilder
@@ -100,15 +100,20 @@ def check_data(profile: Profile, root: Path, num_samples: int) -> dict[str, Any]
 
 
 def check_reward(profile: Profile, root: Path) -> dict[str, Any]:
-    """Call the reward function on the first row: with its true answer, and with other text.
+    """Score two responses to the first row: its true answer, and other text.
 
     Raises:
-        RewardError: it raises, or returns something that is not a number.
+        UsageError: a reward function does not load.
+        RewardError: one raises, or returns something that is not a number.
     """
     task = load_task(profile.task.name)
     sample = task.samples(root / "data", "train")[0]
-    true = score(task.reward, sample, task.answer_text(sample), True)
-    other = score(task.reward, sample, OTHER_TEXT, True)
+    # Here a failure is what is looked for, even where a run would count it as 0.
+    scorer = Scorer(replace(profile.reward, on_error="error"), task.reward, getattr(task, "REWARD_PARTS", {}))
+    try:
+        true, other = scorer.score(sample, [task.answer_text(sample), OTHER_TEXT], [True, True])
+    finally:
+        scorer.close()
     return {
         "sample_id": sample.sample_id,
         "true_answer": true.parts,

@@ -75,12 +75,21 @@ def test_what_is_queued_is_what_the_dry_run_shows(cluster: Path, capsys: pytest.
 def test_a_copy_of_the_program_and_of_the_task_is_what_runs(cluster: Path) -> None:
     task = Path("my_task")
     shutil.copytree(shipped_folder("jobs") / "tasks" / "shapes", task)
-    assert submit("--run-dir", "r", "--set", "task.name=my_task") == 0
+    Path("rewards").mkdir()
+    Path("rewards/mine.py").write_text("from other import x\ndef earn(sample, text, finished):\n    return 1.0\n")
+    Path("rewards/other.py").write_text("x = 1\n")
+    assert submit("--run-dir", "r", "--set", "task.name=my_task", "--set", "reward=rewards/mine.py:earn") == 0
     shutil.rmtree(task)
+    shutil.rmtree("rewards")
     code = RunFolder(Path("r")).code_dir
     assert (code / "rollplex_cli" / "runtime" / "worker.py").is_file()
     assert (code / "rollplex_cli" / "shipped" / "profiles" / "tiny.yaml").is_file()
     assert load_profile("r/profile.yaml").task.name == str(code.resolve() / "tasks" / "my_task")
+    [reward] = load_profile("r/profile.yaml").reward.parts
+    file, _, function = reward.rpartition(":")
+    assert function == "earn"
+    assert Path(file).is_relative_to(code.resolve())
+    assert Path(file).with_name("other.py").is_file()
     assert (code / "tasks" / "my_task" / "task.py").is_file()
     assert not list(code.rglob("__pycache__"))
 

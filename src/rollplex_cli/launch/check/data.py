@@ -38,7 +38,11 @@ def check_data(profile: Profile, num_samples: int, *, reward_limit_s: float = RE
         if isinstance(data, Finding):
             return [data]
         reward = _run(folder, "reward", env=env, limit_s=reward_limit_s)
-        return [_rows(data), *_prompts(data, profile), reward if isinstance(reward, Finding) else _reward(reward)]
+        return [
+            _rows(data, profile),
+            *_prompts(data, profile),
+            reward if isinstance(reward, Finding) else _reward(reward),
+        ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -62,14 +66,17 @@ def _run(folder: Path, what: str, *arguments: str, env: dict[str, str], limit_s:
     return values
 
 
-def _rows(data: dict[str, Any]) -> Finding:
+def _rows(data: dict[str, Any], profile: Profile) -> Finding:
     bad = data["bad"]
     counts = ", ".join(f"{number} {split}" for split, number in data["rows"].items())
     looked = f"{counts} rows; {data['num_checked']} of them opened in {data['seconds']:.1f} s"
     if bad:
         shown = [f"{row['sample_id']}: {row['text']}" for row in bad[:MAX_SHOWN]]
         more = [f"and {len(bad) - MAX_SHOWN} more"] if len(bad) > MAX_SHOWN else []
-        return error("data", f"{len(bad)} of {data['num_checked']} rows cannot be used ({looked})", *shown, *more)
+        text = f"{len(bad)} of {data['num_checked']} rows cannot be used ({looked})"
+        # Only media may be bad and passed over; a run with this share of bad rows goes on.
+        say = warning if profile.data.on_bad_media == "skip" and len(bad) < data["num_checked"] else error
+        return say("data", text, *shown, *more)
     if data["duplicates"]:
         shown = [str(name) for name in data["duplicates"][:MAX_SHOWN]]
         return warning("data", f"{looked}; {len(data['duplicates'])} sample ids occur twice", *shown)
@@ -84,7 +91,8 @@ def _prompts(data: dict[str, Any], profile: Profile) -> list[Finding]:
     over = data["num_over"]
     if over:
         text = f"{over} of {data['num_checked']} prompts are longer than `data.max_prompt_tokens` allows: {limit}"
-        return [error("prompts", text, *shown)]
+        skips = profile.data.on_long_prompt == "skip" and over < data["num_checked"]
+        return [warning("prompts", f"{text}; they are left out", *shown) if skips else error("prompts", text, *shown)]
     return [ok("prompts", f"{data['mean_tokens']:.0f} tokens on average, limit {limit}; the longest are", *shown)]
 
 
