@@ -1,6 +1,6 @@
 # `make` alone lists the targets.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu check fix golden bench clean distclean
+.PHONY: help setup demo test test-slurm test-gpu check fix golden bench clean distclean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -17,7 +17,10 @@ demo: setup ## set up and run the main job: GRPO on a tiny model, no GPU needed
 	@$(BIN)/rollplex train --profile tiny $(DEMO_ARGS)
 
 test: setup ## set up and run all tests that need no GPU
-	@$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not slurm" $(PYTEST_ARGS)
+
+test-slurm: setup ## start a Slurm on this machine and run the tests that need one
+	@tools/slurm_up run $(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
 
 test-gpu: setup ## run the tests that need a CUDA device
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -11,6 +11,25 @@ OPTIONS = {
     "": {"--version", "--help"},
     "train": SHARED | {"--run-dir", "--resume", "--max-steps", "--schedule", "--plain"},
     "bench": SHARED | {"--run-dir", "--baseline", "--steps", "--workload", "--plain"},
+    "check": SHARED | {"--site", "--samples", "--no-data"},
+    "submit": SHARED
+    | {
+        "--slurm",
+        "--site",
+        "--grid",
+        "--run-dir",
+        "--resume",
+        "--dry-run",
+        "--no-data",
+        "--samples",
+        "--nodes",
+        "--time",
+    }
+    | {"--account", "--partition", "--qos", "--constraint", "--exclude", "--reservation", "--gres", "--dependency"}
+    | {"--stop-lead", "--max-requeues", "--setup", "--env", "--sbatch"},
+    "status": {"run", "--json"},
+    "logs": {"run", "--follow", "-f", "--rank", "--lines", "-n"},
+    "cancel": {"run", "--now"},
     "report": {"run", "--json"},
     "export": {"run", "--to", "--best", "--json"},
     "profile-memory": SHARED,

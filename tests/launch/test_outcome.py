@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_killed_rank_is_named_whatever_its_peers_complain_of(run: RunFolder) -
     run.launcher_log.write_text(TORCHRUN_SAW.format(code=-9, rank=1))
     run.rank_log(1).write_text("step 1\nstep 2\n")
     error = ended(run)
-    assert type(error) is errors.RunFailedError
+    assert type(error) is errors.RankLostError
     assert error.message == "rank 1 was killed by signal 9 and left no reason; its log ends with:\n  step 1\n  step 2"
     assert error.hint is not None
     assert "memory" in error.hint
@@ -153,3 +154,51 @@ def test_worker_that_ends_while_importing_names_its_last_words(run: RunFolder) -
     assert type(error) is errors.RunFailedError
     assert error.message.startswith("rank 0 ended with exit code 1 and left no reason")
     assert "ImportError: libfoo" in error.message
+
+
+PEER = "control: rank 1 to arrive there too"
+
+
+def stalled(rank: int, text: str, *waiting: str, at: float) -> RankStatus:
+    status = failed_rank(rank, errors.StallError(text), step=4, phase="LEARN", waiting=list(waiting))
+    return dataclasses.replace(status, time=at)
+
+
+def test_a_rank_that_hangs_is_named_not_the_one_that_waited_for_it(run: RunFolder) -> None:
+    say(run, stalled(0, "rank 0 completed nothing for 60 s", "control: phase UPDATE", PEER, at=100.0))
+    write_status(
+        run.status(1), RankStatus(rank=1, state="running", step=4, phase="LEARN", waiting=["trainer lane: `x`"])
+    )
+    error = ended(run)
+    assert type(error) is errors.StallError
+    head, *waits = error.message.splitlines()
+    assert head.startswith("rank 1 hangs: it has not moved for ")
+    assert head.endswith(" s, in step 4, phase LEARN; last words of every rank:")
+    assert waits == [
+        f"  rank 0, step 4, phase LEARN: control: phase UPDATE; {PEER}",
+        "  rank 1, step 4, phase LEARN: trainer lane: `x`",
+    ]
+
+
+def test_a_stuck_reward_is_named_though_its_peer_timed_out_first(run: RunFolder) -> None:
+    text = "rank 1: the reward function has not returned for 60 s: `reward[2]` of step 4, phase LEARN"
+    say(
+        run,
+        stalled(0, "rank 0 completed nothing for 60 s", PEER, at=100.0),
+        stalled(1, text, "host lane: `reward[2]` running for 60 s", at=100.1),
+    )
+    error = ended(run)
+    assert error is not None
+    assert error.message.startswith(text + "; last words of every rank:\n  rank 0, ")
+    assert error.message.count("reward[2]") == 2
+
+
+def test_a_lost_rank_of_another_node_is_found_by_its_process(run: RunFolder) -> None:
+    statuses = [RankStatus(rank=r, state="running", pid=70 + r, waiting=["something"]) for r in (0, 1, 2)]
+    say(run, *statuses, dataclasses.replace(failed_rank(3, RuntimeError("closed")), pid=73))
+    run.node_log(0).write_text(TORCHRUN_SAW.format(code=1, rank=1).replace("77", "73"))
+    run.node_log(1).write_text(TORCHRUN_SAW.format(code=-9, rank=0).replace("77", "72"))
+    error = outcome(run, 4, exit_code=1, signalled=False, port=1, num_nodes=2)
+    assert type(error) is errors.RankLostError
+    assert error.message.startswith("rank 2 was killed by signal 9")
+    assert "\n  rank 0, step 0, phase none: something" in error.message

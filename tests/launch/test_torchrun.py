@@ -32,6 +32,13 @@ def test_command_line_of_a_node_among_several(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_nodes_on_one_machine_need_no_name(tmp_path: Path) -> None:
+    meeting = Rendezvous(port=4711, num_nodes=2, job_id="77")
+    argv = worker_argv(build_plan(load_profile("tiny", ["topology.num_nodes=2"])), RunFolder(tmp_path), meeting)
+    assert "--local-addr=127.0.0.1" in argv
+    assert "--rdzv-endpoint=127.0.0.1:4711" in argv
+
+
 def test_processes_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert prepare_argv(RunFolder(Path("run")))[-1] == str(tmp_path / "run")

@@ -67,7 +67,7 @@ def test_more_ranks_than_key_value_heads_share_heads() -> None:
 
 
 def test_unknown_configuration_lists_the_bundled_ones() -> None:
-    with pytest.raises(UsageError, match="no such model configuration: `qwen`") as caught:
+    with pytest.raises(UsageError, match="no such model configuration in `model.config`: `qwen`") as caught:
         load_shape("qwen")
     assert caught.value.hint is not None
     assert "`qwen25vl7b`" in caught.value.hint

@@ -55,10 +55,6 @@ CASES = [
         ["optimizer.betas=[0.9, 1]"],
         "--set optimizer.betas=[0.9, 1]: optimizer.betas.1: got 1.0, expected a number below 1",
     ),
-    (
-        ["topology.num_nodes=2"],
-        "--set topology.num_nodes=2: topology.num_nodes: got 2, expected 1 with `topology.device: cpu`",
-    ),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rollplex_cli.cli import bench, export, profile_memory, profiles, report, train
+from rollplex_cli.cli.jobs import cancel, check, logs, status, submit
 from rollplex_cli.cli.output import report_error, report_unexpected
 from rollplex_cli.core.errors import InterruptedRunError, RollplexError, UsageError
 
@@ -30,6 +31,11 @@ app = typer.Typer(
 )
 app.command("train")(train.train)
 app.command("bench")(bench.bench)
+app.command("check")(check.check)
+app.command("submit")(submit.submit)
+app.command("status")(status.status)
+app.command("logs")(logs.logs)
+app.command("cancel")(cancel.cancel)
 app.command("report")(report.report)
 app.command("export")(export.export)
 app.command("profile-memory")(profile_memory.profile_memory)

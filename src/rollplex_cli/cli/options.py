@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rollplex_cli.plan.build import Plan
     from rollplex_cli.plan.fit import Machine
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.profile.site import Site
 
 DEFAULT_PROFILE = "tiny"
 RUNS = Path("runs")
@@ -32,6 +33,20 @@ RunDirOption = Annotated[
 PlainOption = Annotated[bool, typer.Option("--plain", help="One line per step instead of a live display.")]
 
 
+def load_for(name: str, overrides: list[str] | None, site: Site | None) -> tuple[Profile, Plan]:
+    """The profile and its plan for a site; None stands for this machine, which then decides an open device."""
+    if site is None:
+        profile, plan, _machine = load(name, overrides)
+        return profile, plan
+    from rollplex_cli.plan.build import build_plan
+    from rollplex_cli.profile.load import load_profile
+
+    profile = load_profile(name, overrides or [])
+    if profile.topology.device == "auto":
+        profile = _with_device(profile, "cuda" if site.node.gpus else "cpu")
+    return profile, build_plan(profile)
+
+
 def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine]:
     """The profile with its device decided, its plan, and this machine."""
     from rollplex_cli.launch.machine import detect_machine
@@ -41,9 +56,12 @@ def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine
     profile = load_profile(name, overrides or [])
     machine = detect_machine(look_for_gpus=profile.topology.device != "cpu")
     if profile.topology.device == "auto":
-        device: Literal["cpu", "cuda"] = "cuda" if machine.gpu_bytes else "cpu"
-        profile = dataclasses.replace(profile, topology=dataclasses.replace(profile.topology, device=device))
+        profile = _with_device(profile, "cuda" if machine.gpu_bytes else "cpu")
     return profile, build_plan(profile), machine
+
+
+def _with_device(profile: Profile, device: Literal["cpu", "cuda"]) -> Profile:
+    return dataclasses.replace(profile, topology=dataclasses.replace(profile.topology, device=device))
 
 
 def require_fit(plan: Plan, machine: Machine) -> None:

@@ -7,6 +7,7 @@ RollplexError (1)
 |   +-- StallError (1)          no task finished within `runtime.stall_timeout_s`
 |   +-- RewardError (1)         a reward function raised or returned no number
 |   +-- PeerFailedError (1)     another rank failed first
+|   +-- RankLostError (1)       a rank ended without a word
 |   +-- PhaseError (1)          an illegal phase transition
 |   +-- LeaseError (1)          a managed object used outside its lifetime
 +-- UsageError (2)              arguments or paths that cannot be right
@@ -67,6 +68,10 @@ class RewardError(RunFailedError):
 
 class PeerFailedError(RunFailedError):
     """Another rank failed first; this one stopped with its reason."""
+
+
+class RankLostError(RunFailedError):
+    """A rank's process ended without a word: killed, crashed, or its node is gone. Another start may go well."""
 
 
 class PhaseError(RunFailedError):

@@ -98,14 +98,52 @@ class RunFolder:
         return self.status_dir / "prepare.json"
 
     @property
+    def launcher_log(self) -> Path:
+        """Output of torchrun, and of a rank until it opened its own log."""
+        return self.logs_dir / "torchrun.log"
+
+    @property
+    def launch_status(self) -> Path:
+        """Who runs the run, where, since when, and the reason it ended with."""
+        return self.status_dir / "launch.json"
+
+    @property
+    def cancelled(self) -> Path:
+        """Present once the user cancelled the run: it is not queued again."""
+        return self.status_dir / "cancelled.json"
+
+    @property
+    def job(self) -> Path:
+        """Present for a run submitted to a scheduler: the job's id and settings."""
+        return self.root / "job.json"
+
+    @property
+    def job_script(self) -> Path:
+        """The script that was submitted."""
+        return self.root / "job.sh"
+
+    @property
+    def job_log(self) -> Path:
+        """Output of that script."""
+        return self.logs_dir / "slurm.log"
+
+    @property
+    def code_dir(self) -> Path:
+        """Copy of the program and the task's folder, made when the run was submitted; it is what runs."""
+        return self.root / "code"
+
+    @property
     def prepare_log(self) -> Path:
         """Output of the preparation."""
         return self.logs_dir / "prepare.log"
 
-    @property
-    def launcher_log(self) -> Path:
-        """Output of torchrun, and of a rank until it opened its own log."""
-        return self.logs_dir / "torchrun.log"
+    def node_log(self, node: int) -> Path:
+        """Output of a node's torchrun; `launcher_log` is that of node 0."""
+        return self.launcher_log if node == 0 else self.logs_dir / f"torchrun-node{node}.log"
+
+    def node_status(self, node: int) -> Path:
+        """How a node's torchrun ended, in a job of several nodes."""
+        return self.status_dir / f"node{node}.json"
 
     def events(self, rank: int) -> Path:
         """Spans of one rank."""

@@ -24,6 +24,11 @@ def shipped_profiles() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.rglob("*.yaml"), key=lambda path: path.stem)}
 
 
+def shipped_sites() -> dict[str, Path]:
+    """Every shipped site: name (file name without `.yaml`) to path, sorted by name."""
+    return {path.stem: path for path in sorted((shipped_folder("jobs") / "sites").glob("*.yaml"))}
+
+
 def task_folder(name: str) -> Path | None:
     """The folder of a task: a shipped one by name, else `name` as a path; None where there is no `task.py`."""
     for folder in (shipped_folder("jobs") / "tasks" / name, Path(name)):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -40,6 +42,8 @@ class RankStatus:
     waiting: list[str] = field(default_factory=list)
     """What the rank waits for, one line each."""
     pid: int | None = None
+    host: str = ""
+    """Name of the node the rank runs on."""
     time: float = field(default_factory=time.time)
     """Seconds since the epoch."""
 
@@ -63,7 +67,7 @@ class PrepareStatus:
 def failed_rank(
     rank: int, error: BaseException, *, step: int = 0, phase: str = "", waiting: list[str] | None = None
 ) -> RankStatus:
-    """The status of a rank that an exception ended. An InterruptedRunError makes it `interrupted`."""
+    """The status of this process's rank, which an exception ended. An InterruptedRunError makes it `interrupted`."""
     interrupted = isinstance(error, errors.InterruptedRunError | KeyboardInterrupt)
     return RankStatus(
         rank=rank,
@@ -71,6 +75,8 @@ def failed_rank(
         step=step,
         phase=phase,
         waiting=waiting or [],
+        pid=os.getpid(),
+        host=socket.gethostname(),
         **_describe(error),
     )
 

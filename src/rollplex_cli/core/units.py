@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
@@ -35,3 +37,20 @@ def format_seconds(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def parse_time_limit(text: str) -> int | None:
+    """Seconds of a time limit as Slurm writes it; None for `UNLIMITED` and anything else that is no limit.
+
+    `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes`,
+    `days-hours:minutes:seconds`.
+    """
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if found is None:
+        return None
+    days, first, second, third = (int(part) if part is not None else None for part in found.groups())
+    if days is not None or third is not None:
+        hours, minutes, seconds = first or 0, second or 0, third or 0
+    else:
+        hours, minutes, seconds = 0, first or 0, second or 0
+    return ((days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import TYPE_CHECKING
 
-from rollplex_cli.core.errors import ClusterError, InterruptedRunError, PeerFailedError, RollplexError, RunFailedError
+from rollplex_cli.core.errors import (
+    ClusterError,
+    InterruptedRunError,
+    PeerFailedError,
+    RankLostError,
+    RollplexError,
+    RunFailedError,
+    StallError,
+)
 from rollplex_cli.core.files import read_tail
 from rollplex_cli.core.status import ALIVE, RankStatus, error_of, read_status
 from rollplex_cli.launch.run_folder import START_MARK
@@ -17,11 +26,14 @@ if TYPE_CHECKING:
 
     from rollplex_cli.core.paths import RunFolder
 
-FIRST_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)")
+FIRST_FAILURE = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+)(?: \(pid: (\d+)\))?")
 """How torchrun's log names the worker that ended first."""
 PORT_TAKEN = re.compile(r"EADDRINUSE|address already in use", re.IGNORECASE)
 SIGNALS = {-6: "aborted", -9: "killed", -11: "crashed"}
 TAIL_LINES = 3
+AWAITED = re.compile(r"control: rank (\d+) to arrive there too")
+"""How a rank says that it waits for another one and for nothing of its own."""
+MAX_RANKS_SHOWN = 8
 
 
 def read_statuses(run: RunFolder, num_ranks: int) -> list[RankStatus | None]:
@@ -29,7 +41,9 @@ def read_statuses(run: RunFolder, num_ranks: int) -> list[RankStatus | None]:
     return [read_status(run.status(rank)) for rank in range(num_ranks)]
 
 
-def outcome(run: RunFolder, num_ranks: int, *, exit_code: int, signalled: bool, port: int) -> RollplexError | None:
+def outcome(
+    run: RunFolder, num_ranks: int, *, exit_code: int, signalled: bool, port: int, num_nodes: int = 1
+) -> RollplexError | None:
     """Why a run ended; None if every rank is done and well.
 
     Args:
@@ -38,22 +52,31 @@ def outcome(run: RunFolder, num_ranks: int, *, exit_code: int, signalled: bool, 
         exit_code: torchrun's.
         signalled: whether the user (or a scheduler) asked the run to stop.
         port: the rendezvous port, for the message if it was taken.
+        num_nodes: how many nodes left a launcher's log.
     """
     statuses = read_statuses(run, num_ranks)
     silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ALIVE]
-    culprit, code = _first_failure(run)
+    culprit, code = _first_failure(run, statuses, silent, num_nodes)
     decisive = _decisive([status for status in statuses if status is not None])
     if culprit in silent and not signalled:
         # Its peers may have failed in turn, with reasons that only mirror this one.
-        return _died(run, culprit, code)
+        return _died(run, culprit, code, statuses)
     if decisive is not None:
-        return _located(run, decisive, num_ranks)
+        if decisive.error == StallError.__name__:
+            rank = _hung(decisive, statuses)
+            status = statuses[rank] if rank < len(statuses) else None
+            if status is None or status.state in ALIVE:
+                return _silent_stall(run, rank, statuses)
+            decisive = status if status.error == StallError.__name__ else decisive
+        return _located(run, decisive, num_ranks, statuses)
     if signalled or any(status is not None and status.state == "interrupted" for status in statuses):
         return interrupted(run, statuses)
     if not any(statuses) and PORT_TAKEN.search("\n".join(read_tail(run.launcher_log, 200))):
         return port_in_use(port)
     if silent:
-        return _died(run, silent[0], code) if any(statuses) or exit_code == 0 else _not_started(run, exit_code)
+        return (
+            _died(run, silent[0], code, statuses) if any(statuses) or exit_code == 0 else _not_started(run, exit_code)
+        )
     return None
 
 
@@ -74,28 +97,84 @@ def _decisive(statuses: Sequence[RankStatus]) -> RankStatus | None:
     return min(bad, key=lambda s: (s.error == follows, s.time, s.rank), default=None)
 
 
-def _located(run: RunFolder, status: RankStatus, num_ranks: int) -> RollplexError:
+def _located(
+    run: RunFolder, status: RankStatus, num_ranks: int, statuses: Sequence[RankStatus | None]
+) -> RollplexError:
     error = error_of(status)
     if error.exit_code != 1:
         return error
-    where = f"rank {status.rank}: " if num_ranks > 1 else ""
+    where = f"rank {status.rank}: " if num_ranks > 1 and not error.message.startswith(f"rank {status.rank}") else ""
     waiting = f" (waiting for {', '.join(status.waiting)})" if status.waiting else ""
+    peers = ""
+    if isinstance(error, StallError) and num_ranks > 1:
+        waiting, peers = "", wait_lines(statuses)
     hint = f"{error.hint}; " if error.hint else ""
-    located = type(error)(f"{where}{error.message}{waiting}", hint=f"{hint}the log is `{run.rank_log(status.rank)}`")
+    message = f"{where}{error.message}{waiting}{peers}"
+    located = type(error)(message, hint=f"{hint}the log is `{run.rank_log(status.rank)}`")
     located.exit_code = error.exit_code
     return located
 
 
-def _first_failure(run: RunFolder) -> tuple[int, int]:
-    """Rank and exit code of the worker that torchrun saw end first; (-1, 0) if it saw none."""
-    for line in read_tail(run.launcher_log, 400):
-        found = FIRST_FAILURE.search(line)
-        if found:
-            return int(found.group(2)), int(found.group(1))
-    return -1, 0
+def wait_lines(statuses: Sequence[RankStatus | None], without: int | None = None) -> str:
+    """What every rank was waiting for when it last said so, as the end of a message: one line per rank."""
+    said = [s for s in statuses if s is not None and s.waiting and s.rank != without]
+    lines = [
+        f"\n  rank {s.rank}, step {s.step}, phase {s.phase or 'none'}: {'; '.join(s.waiting[:4])}"
+        for s in said[:MAX_RANKS_SHOWN]
+    ]
+    more = [f"\n  and {len(said) - MAX_RANKS_SHOWN} more ranks"] if len(said) > MAX_RANKS_SHOWN else []
+    return "; last words of every rank:" + "".join(lines + more) if lines else ""
 
 
-def _died(run: RunFolder, rank: int, code: int) -> RunFailedError:
+def _hung(decisive: RankStatus, statuses: Sequence[RankStatus | None]) -> int:
+    """The rank at the end of the chain of ranks that a stalled one waited for: it waits for nobody, or is silent.
+
+    A rank whose every thread is stuck cannot say so: those that wait for it are the ones that time out.
+    """
+    rank, seen = decisive.rank, set[int]()
+    while rank not in seen and rank < len(statuses) and (status := statuses[rank]) is not None:
+        seen.add(rank)
+        if status.state in ALIVE:
+            break
+        awaited = next((found for item in status.waiting if (found := AWAITED.search(item))), None)
+        if awaited is None:
+            break
+        rank = int(awaited.group(1))
+    return rank
+
+
+def _silent_stall(run: RunFolder, rank: int, statuses: Sequence[RankStatus | None]) -> StallError:
+    status = statuses[rank]
+    if status is None:
+        return StallError(f"rank {rank} never said anything{wait_lines(statuses)}", hint=f"see `{run.rank_log(rank)}`")
+    age_s = max(0.0, time.time() - status.time)
+    where = f"in step {status.step}, phase {status.phase or 'none'}"
+    return StallError(
+        f"rank {rank} hangs: it has not moved for {age_s:.0f} s, {where}{wait_lines(statuses)}",
+        hint=f"the log is `{run.rank_log(rank)}`",
+    )
+
+
+def _first_failure(
+    run: RunFolder, statuses: Sequence[RankStatus | None], silent: Sequence[int], num_nodes: int
+) -> tuple[int, int]:
+    """Rank and exit code of the worker that torchrun saw end first; (-1, 0) if it saw none.
+
+    Among nodes, whose clocks differ, a rank that left no reason comes before one that did: the latter may follow.
+    """
+    found = []
+    for node in range(num_nodes):
+        match = next((m for line in read_tail(run.node_log(node), 400) if (m := FIRST_FAILURE.search(line))), None)
+        if match is not None:
+            local_rank, pid = int(match.group(2)), int(match.group(3) or -1)
+            # Node numbers of the scheduler and of torchrun differ: the process id leads to the rank.
+            by_pid = [s.rank for s in statuses if s is not None and s.pid == pid]
+            if by_pid or num_nodes == 1:
+                found.append((by_pid[0] if by_pid else local_rank, int(match.group(1))))
+    return min(found, key=lambda item: item[0] not in silent, default=(-1, 0))
+
+
+def _died(run: RunFolder, rank: int, code: int, statuses: Sequence[RankStatus | None]) -> RunFailedError:
     log = run.rank_log(rank) if _tail_lines(run.rank_log(rank)) else run.launcher_log
     how = f"ended with exit code {code}" if code > 0 else "ended"
     if code < 0:
@@ -103,7 +182,9 @@ def _died(run: RunFolder, rank: int, code: int) -> RunFailedError:
     hint = f"the log is `{log}`"
     if code == -9:
         hint = f"signal 9 often comes from the kernel when memory runs out; {hint}"
-    return RunFailedError(f"rank {rank} {how} and left no reason{log_tail(log)}", hint=hint)
+    text = f"rank {rank} {how} and left no reason{log_tail(log)}{wait_lines(statuses)}"
+    # An exit code of its own is likely to come again; a signal or a lost node is not.
+    return RunFailedError(text, hint=hint) if code > 0 else RankLostError(text, hint=hint)
 
 
 def _not_started(run: RunFolder, exit_code: int) -> ClusterError:

@@ -91,17 +91,23 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def find_processes(*arguments: str) -> list[int]:
-    """Process ids whose command line holds all of these arguments."""
+def find_processes(*arguments: str, variable: str | None = None) -> list[int]:
+    """Process ids whose command line holds all of these arguments, and whose environment holds `NAME=value`."""
     found = []
     for path in PROC.glob("[0-9]*/cmdline"):
         try:
             given = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if all(argument in given for argument in arguments):
+        if all(argument in given for argument in arguments) and (variable is None or variable in _environment(path)):
             found.append(int(path.parent.name))
     return found
+
+
+def _environment(cmdline: Path) -> list[str]:
+    with contextlib.suppress(OSError):
+        return cmdline.with_name("environ").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 def _parents() -> dict[int, int]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rollplex_cli.core.errors import RollplexError, RunFailedError
-from rollplex_cli.core.status import error_of, read_prepare_status
+from rollplex_cli.core.errors import RollplexError, RunFailedError, StallError
+from rollplex_cli.core.files import read_tail
+from rollplex_cli.core.status import error_of, read_prepare_status, read_status
 from rollplex_cli.launch import torchrun
-from rollplex_cli.launch.outcome import interrupted, log_tail, outcome, read_statuses
+from rollplex_cli.launch.outcome import FIRST_FAILURE, interrupted, log_tail, outcome, read_statuses
+from rollplex_cli.launch.record import LaunchRecord, ended_record, new_record, read_record, write_record
+from rollplex_cli.launch.registry import remember
 from rollplex_cli.launch.run_folder import begin_start, lock_run
 from rollplex_cli.launch.subprocess import Child, children, find_processes, send_signal
 from rollplex_cli.launch.torchrun import Rendezvous, choose_port, prepare_argv, worker_argv, worker_env
@@ -26,7 +30,10 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
 
 TICK_S = 0.25
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2)
+LOOK_EVERY_S = 2.0
+LAST_WORDS_S = 10.0
+"""How long the ranks of a node may go on once one of them has ended: the time to say what they waited for."""
 
 
 class StopRequests:
@@ -67,17 +74,41 @@ def supervise(profile: Profile, plan: Plan, run: RunFolder, *, on_tick: Callable
     Raises:
         RollplexError: the reason the run ended with, with the exit code of the program.
     """
+    num_ranks = plan.topology.num_ranks
+    with supervised(run, new_record(run)) as (record, requests):
+        port = choose_port(profile.runtime.master_port)
+        env = worker_env(profile, os.environ)
+        prepare_run(run, env, requests, on_tick)
+        # The port was free before the preparation, which may take minutes: look again.
+        port = choose_port(profile.runtime.master_port or port)
+        write_record(run, dataclasses.replace(record, stage="workers"))
+        argv = worker_argv(plan, run, Rendezvous(port=port))
+        code = run_workers(argv, env, run.launcher_log, run, requests, on_tick)
+        if requests.kill:
+            raise interrupted(run, read_statuses(run, num_ranks))
+        error = outcome(run, num_ranks, exit_code=code, signalled=requests.stop, port=port)
+        if error is not None:
+            raise error
+
+
+@contextmanager
+def supervised(run: RunFolder, record: LaunchRecord) -> Iterator[tuple[LaunchRecord, StopRequests]]:
+    """Hold the run folder and collect signals; the run's record says how the block ended."""
     lock = lock_run(run)
     try:
         with stop_requests() as requests:
-            port = choose_port(profile.runtime.master_port)
-            env = worker_env(profile, os.environ)
             begin_start(run)
-            _prepare(run, env, requests, on_tick)
-            # The port was free before the preparation, which may take minutes: look again.
-            port = choose_port(profile.runtime.master_port or port)
-            argv = worker_argv(plan, run, Rendezvous(port=port))
-            _run_workers(argv, env, plan.topology.num_ranks, port, run, requests, on_tick)
+            if record.job_id is None:
+                # A scheduler's job may have been cancelled before it came to start.
+                run.cancelled.unlink(missing_ok=True)
+            write_record(run, record)
+            remember(run, record.job_id)
+            try:
+                yield record, requests
+            except BaseException as error:
+                write_record(run, ended_record(read_record(run) or record, error))
+                raise
+            write_record(run, ended_record(read_record(run) or record, None))
     finally:
         lock.release()
 
@@ -93,23 +124,69 @@ def run_child(argv: Sequence[str], run: RunFolder, env: dict[str, str], *, what:
     log, said = run.logs_dir / f"{what}.log", run.status_dir / f"{what}.json"
     said.unlink(missing_ok=True)
     with stop_requests() as requests:
-        code = _watch(Child(argv, log=log, env=env), requests, lambda: None, workers=False)
+        code = _watch(Child(argv, log=log, env=env), requests, lambda: None, launcher_log=None)
         if requests.stop:
             raise interrupted(run)
     if code:
         raise _child_error(said, log, f"{what} ended", code)
 
 
-def _prepare(run: RunFolder, env: dict[str, str], requests: StopRequests, on_tick: Callable[[], None]) -> None:
+def prepare_run(run: RunFolder, env: dict[str, str], requests: StopRequests, on_tick: Callable[[], None]) -> None:
+    """Bring a run's data and base checkpoint about, unless an earlier start did. Raises as `run_child`."""
     status = read_prepare_status(run.prepare_status)
     if status is not None and status.stage == "done" and run.base_dir.is_dir():
         return
     run.prepare_status.unlink(missing_ok=True)
-    code = _watch(Child(prepare_argv(run), log=run.prepare_log, env=env), requests, on_tick, workers=False)
+    code = _watch(Child(prepare_argv(run), log=run.prepare_log, env=env), requests, on_tick, launcher_log=None)
     if requests.stop:
         raise interrupted(run)
     if code:
         raise _child_error(run.prepare_status, run.prepare_log, "the preparation ended", code)
+
+
+def run_workers(
+    argv: Sequence[str],
+    env: dict[str, str],
+    log: Path,
+    run: RunFolder,
+    requests: StopRequests,
+    on_tick: Callable[[], None],
+    peers_failed: Callable[[], bool] = lambda: False,
+) -> int:
+    """Run this node's torchrun and its workers to their end; returns torchrun's exit code.
+
+    Args:
+        peers_failed: whether another node has lost a rank, so that those here wait in vain.
+    """
+    look = _NowAndThen(lambda: peers_failed() or _has_stalled(run))
+    # The launcher's log says which worker ended first: an earlier start's lines must not answer for this one.
+    log.unlink(missing_ok=True)
+    child = Child(argv, log=log, env=env)
+    try:
+        return _watch(child, requests, on_tick, launcher_log=log, peers_failed=look)
+    finally:
+        # Workers live in sessions of their own and survive a launcher that was killed. Nodes may share a machine.
+        own = f"{torchrun.NODE}={env[torchrun.NODE]}"
+        send_signal(find_processes(torchrun.WORKER, str(run.root.resolve()), variable=own), signal.SIGKILL)
+
+
+class _NowAndThen:
+    """A question that reads files, asked every two seconds however often it is called."""
+
+    def __init__(self, question: Callable[[], bool]) -> None:
+        self._question, self._next, self._answer = question, 0.0, False
+
+    def __call__(self) -> bool:
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + LOOK_EVERY_S
+            self._answer = self._question()
+        return self._answer
+
+
+def _has_stalled(run: RunFolder) -> bool:
+    """Whether a rank gave up waiting: what it waited for may keep it, too, from ending."""
+    said = (read_status(path) for path in run.status_dir.glob("rank*.json"))
+    return any(status is not None and status.error == StallError.__name__ for status in said)
 
 
 def _child_error(said: Path, log: Path, what: str, code: int) -> RollplexError:
@@ -123,32 +200,16 @@ def _child_error(said: Path, log: Path, what: str, code: int) -> RollplexError:
     return error
 
 
-def _run_workers(
-    argv: Sequence[str],
-    env: dict[str, str],
-    num_ranks: int,
-    port: int,
-    run: RunFolder,
+def _watch(
+    child: Child,
     requests: StopRequests,
     on_tick: Callable[[], None],
-) -> None:
-    # The launcher's log says which worker ended first: an earlier start's lines must not answer for this one.
-    run.launcher_log.unlink(missing_ok=True)
-    try:
-        code = _watch(Child(argv, log=run.launcher_log, env=env), requests, on_tick, workers=True)
-    finally:
-        # Workers live in sessions of their own and survive a launcher that was killed.
-        send_signal(find_processes(torchrun.WORKER, str(run.root.resolve())), signal.SIGKILL)
-    if requests.kill:
-        raise interrupted(run, read_statuses(run, num_ranks))
-    error = outcome(run, num_ranks, exit_code=code, signalled=requests.stop, port=port)
-    if error is not None:
-        raise error
-
-
-def _watch(child: Child, requests: StopRequests, on_tick: Callable[[], None], *, workers: bool) -> int:
+    *,
+    launcher_log: Path | None,
+    peers_failed: Callable[[], bool] = lambda: False,
+) -> int:
     """Wait for a child, pass stop requests on, and never leave a process behind. Returns its exit code."""
-    told = False
+    told, failed_at = False, None
     try:
         while (code := child.poll()) is None:
             on_tick()
@@ -156,12 +217,21 @@ def _watch(child: Child, requests: StopRequests, on_tick: Callable[[], None], *,
                 child.kill_tree()
             elif requests.stop and not told:
                 told = True
-                _tell(child, workers=workers)
+                _tell(child, workers=launcher_log is not None)
+            if launcher_log is not None and failed_at is None and (_lost_a_rank(launcher_log) or peers_failed()):
+                failed_at = time.monotonic()
+            if failed_at is not None and time.monotonic() - failed_at > LAST_WORDS_S:
+                # The others may sit in a collective that never ends.
+                child.kill_tree()
             time.sleep(TICK_S)
         on_tick()
         return code
     finally:
         child.kill_tree()
+
+
+def _lost_a_rank(launcher_log: Path) -> bool:
+    return any(FIRST_FAILURE.search(line) for line in read_tail(launcher_log, 100))
 
 
 def _tell(child: Child, *, workers: bool) -> None:

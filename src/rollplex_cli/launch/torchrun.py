@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 WORKER = "rollplex_cli.runtime.worker"
 PREPARE = "rollplex_cli.runtime.prepare"
+NODE = "ROLLPLEX_NODE"
+"""Environment variable of every process of a run: the number of its node in the job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,9 @@ def worker_argv(plan: Plan, run: RunFolder, rendezvous: Rendezvous) -> list[str]
     else:
         endpoint = f"{rendezvous.address}:{rendezvous.port}"
         options |= {"rdzv-backend": "c10d", "rdzv-id": rendezvous.job_id, "rdzv-endpoint": endpoint}
+        if rendezvous.address == LOOPBACK:
+            # All nodes are this machine, whose own name need not resolve.
+            options["local-addr"] = LOOPBACK
     # A restarted worker would begin with half of its peers' state: a failed run ends and is resumed as a whole.
     options["max-restarts"] = "0"
     flags = [f"--{key}={value}" for key, value in sorted(options.items())]
@@ -52,9 +57,10 @@ def prepare_argv(run: RunFolder) -> list[str]:
     return [sys.executable, "-m", PREPARE, str(run.root.resolve())]
 
 
-def worker_env(profile: Profile, base: Mapping[str, str]) -> dict[str, str]:
+def worker_env(profile: Profile, base: Mapping[str, str], node: int = 0) -> dict[str, str]:
     """The environment of every process of a run: `base` with what the run needs on top."""
     env = dict(base) | {
+        NODE: str(node),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Progress bars of libraries have no place in a log; the live view shows progress.

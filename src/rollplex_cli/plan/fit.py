@@ -49,7 +49,7 @@ def fit(plan: Plan, machine: Machine) -> Verdict:
     if available and plan.node_host_bytes > min(available):
         needed = format_bytes(plan.node_host_bytes)
         reasons.append(f"host memory per node: {needed} needed, {format_bytes(min(available))} available")
-    return Verdict(reasons=tuple(reasons), needs=_needs(plan))
+    return Verdict(reasons=tuple(reasons), needs=needs(plan))
 
 
 def _gpu_reasons(plan: Plan, machine: Machine) -> list[str]:
@@ -64,7 +64,8 @@ def _gpu_reasons(plan: Plan, machine: Machine) -> list[str]:
     return reasons
 
 
-def _needs(plan: Plan) -> tuple[str, ...]:
+def needs(plan: Plan) -> tuple[str, ...]:
+    """What a job needs, one line each."""
     topology, memory = plan.topology, plan.memory
     ranks = f"{topology.num_ranks} (data parallel {topology.data_parallel} x train TP {topology.train_tp}"
     lines = [

@@ -126,7 +126,7 @@ def load_shape(name: str) -> ModelShape:
     if folder is None:
         bundled = ", ".join(f"`{known}`" for known in model_config_names())
         hint = f"bundled configurations are {bundled}; a checkpoint is a folder with `config.json`"
-        raise UsageError(f"no such model configuration: `{name}`", hint=hint)
+        raise UsageError(f"no such model configuration in `model.config`: `{name}`", hint=hint)
     path = folder / "config.json"
     return shape_from_config(name, _read(path), str(path))
 

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from rollplex_cli.core.units import parse_time_limit
 from rollplex_cli.profile.sharing import parse_policy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.profile.site import Site
+
+SECRET = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|(^|_)KEY($|_)|APIKEY", re.IGNORECASE)
+"""Names of environment variables whose values do not belong into a file."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+OWN_FLAGS = (
+    "array",
+    "chdir",
+    "error",
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "open-mode",
+    "output",
+    "requeue",
+    "signal",
+)
+"""Options of `sbatch` that follow from the launch itself; overriding one would break it."""
 
 
 def faults(profile: Profile) -> Iterator[tuple[str, str]]:
@@ -132,12 +152,49 @@ def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
     for index, beta in enumerate(profile.optimizer.betas):
         if beta >= 1:
             yield f"optimizer.betas.{index}", f"got {beta}, expected a number below 1"
-    start, device = profile.cold_start, profile.topology.device
+    start = profile.cold_start
     if profile.model.init == "cold_start" and start.test_from_step > start.max_steps:
         text = (
             f"got {start.test_from_step}, expected at most `cold_start.max_steps` ({start.max_steps}): "
             "the cold start would end untested"
         )
         yield "cold_start.test_from_step", text
-    if device == "cpu" and profile.topology.num_nodes > 1:
-        yield "topology.num_nodes", f"got {profile.topology.num_nodes}, expected 1 with `topology.device: cpu`"
+
+
+def site_faults(site: Site) -> Iterator[tuple[str, str]]:
+    """Key path and text of every fault across keys of a site whose single values are valid."""
+    for name in site.environment:
+        if not VARIABLE.match(name):
+            yield f"environment.{name}", f"got `{name}`, expected the name of an environment variable"
+        elif SECRET.search(name):
+            yield f"environment.{name}", "looks like a secret: list its name in `pass_environment` instead"
+    for index, name in enumerate(site.pass_environment):
+        if not VARIABLE.match(name):
+            yield f"pass_environment.{index}", f"got `{name}`, expected the name of an environment variable"
+    yield from _time_faults(site)
+    yield from _sbatch_faults(site)
+
+
+def _time_faults(site: Site) -> Iterator[tuple[str, str]]:
+    if site.slurm.time is None:
+        return
+    limit_s = parse_time_limit(site.slurm.time)
+    if not limit_s:
+        yield "slurm.time", f"got the text `{site.slurm.time}`, expected a time limit such as `2-00:00:00`"
+    elif site.slurm.stop_lead_s >= limit_s:
+        text = f"got {site.slurm.stop_lead_s}, expected less than the {limit_s} s of `slurm.time`: {site.slurm.time}"
+        yield "slurm.stop_lead_s", text
+
+
+def _sbatch_faults(site: Site) -> Iterator[tuple[str, str]]:
+    for key, value in site.slurm.sbatch.items():
+        name = key.replace("_", "-")
+        if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+            yield f"slurm.sbatch.{key}", f"got `{key}`, expected the long name of an option of `sbatch`"
+        elif name in OWN_FLAGS:
+            yield f"slurm.sbatch.{key}", f"`--{name}` is set by the launch itself"
+        elif "\n" in str(value):
+            yield f"slurm.sbatch.{key}", "got text with a line break, expected one line"
+    for key in ("account", "partition", "qos", "constraint", "exclude", "reservation", "gres", "dependency", "mem"):
+        if "\n" in (getattr(site.slurm, key) or ""):
+            yield f"slurm.{key}", "got text with a line break, expected one line"

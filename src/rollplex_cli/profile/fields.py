@@ -42,7 +42,8 @@ def annotation_at(kind: type, path: tuple[str | int, ...]) -> Any:
     current: Any = kind
     for part in path:
         if get_origin(current) in (dict, tuple):
-            return get_args(current)[-1]
+            current = [arg for arg in get_args(current) if arg is not Ellipsis][-1]
+            continue
         section = section_of(current)
         if section is None or part not in (names := fields_of(section)):
             break
@@ -60,7 +61,8 @@ def expected(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return _either([expected(arg) for arg in args])
     if origin is tuple:
-        return f"a list of {len(args)} values, each {expected(args[0])}"
+        count = "values" if args[-1] is Ellipsis else f"{len(args)} values"
+        return f"a list of {count}, each {expected(args[0])}"
     if origin is dict:
         return "a mapping of names to text, numbers, `true` or `false`"
     if section_of(annotation):

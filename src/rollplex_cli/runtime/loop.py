@@ -163,6 +163,7 @@ class Run:
         }
         self._remember(row)
         row["constant_reward_steps"] = self.progress.constant_steps
+        log.info("step %d: reward %.4f, loss %.3g, %.2f s", step, row["reward_mean"], row["loss"], row["step_s"])
         self._write(step, row, result)
 
     def _prompts(self, step: int) -> tuple[list[PromptInput], list[Started]]:

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +28,16 @@ log = logging.getLogger("rollplex.worker")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the rank; returns the exit code its status file carries."""
+    """Run the rank; returns the process's exit code. What the run ends with is in the status file."""
     parser = argparse.ArgumentParser(prog="rollplex_cli.runtime.worker")
     parser.add_argument("run_dir", type=Path)
     arguments = parser.parse_args(argv)
     run, rank = RunFolder(arguments.run_dir), int(os.environ.get("RANK", "0"))
     redirect_output(run.rank_log(rank))
     setup_logging()
+    log.info(
+        "rank %d of %s on %s, process %d", rank, os.environ.get("WORLD_SIZE", "1"), socket.gethostname(), os.getpid()
+    )
     session = _Session(run, rank)
     try:
         session.run()
@@ -79,7 +83,7 @@ class _Session:
             self._control.write("done", exit_code=0, waiting=[])
 
     def report(self, error: BaseException) -> int:
-        """Tell the peers and the status file why this rank ends; returns its exit code."""
+        """Tell the peers and the status file why this rank ends; returns the process's exit code."""
         expected = isinstance(error, InterruptedRunError | TargetNotReachedError)
         log.log(logging.INFO if expected else logging.ERROR, "%s", error, exc_info=None if expected else error)
         control = self._control
@@ -90,6 +94,10 @@ class _Session:
         if control is not None and not expected and not isinstance(error, PeerFailedError):
             with contextlib.suppress(Exception):  # the store may be what failed
                 control.peers.announce_failure(getattr(error, "message", f"{type(error).__name__}: {error}"))
+        # Of an end that all ranks agreed on torchrun must not make a failure: it would take down the store, which a
+        # slower rank of another node may still read.
+        if expected:
+            return 0
         return error.exit_code if isinstance(error, RollplexError) else int(status.exit_code or 1)
 
     def close(self) -> None:

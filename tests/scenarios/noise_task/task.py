@@ -22,6 +22,12 @@ def reward(sample: Sample, text: str, finished: bool) -> dict[str, float]:
         raise KeyError("the reward function's own fault")
     if mode == "zero":
         return {"noise": 0.0}
+    if mode.startswith("pace:"):
+        import time
+
+        # Seconds per response, which the test may change meanwhile.
+        with open(mode.removeprefix("pace:")) as stream:
+            time.sleep(float(stream.read() or 0))
     if mode == "hang":
         import time
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollplex_cli.core.errors import StallError
-from rollplex_cli.core.names import Phase
-from rollplex_cli.core.status import RankStatus, write_status
+from rollplex_cli.core.names import Phase, TaskKind
+from rollplex_cli.core.status import RankStatus, failed_rank, write_status
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,6 +45,7 @@ class Control:
         self._num_doings = 0
         self._last_status = 0.0
         self._last_peer_check = 0.0
+        self._host = socket.gethostname()
         self.step = 0
         self._stop_requested = threading.Event()
 
@@ -93,11 +95,30 @@ class Control:
         if self._executor is not None:
             idle_s = min(idle_s, self._executor.seconds_since_progress)
         if idle_s > self._stall_timeout_s:
-            waits = "; ".join(self.waiting())
-            raise StallError(
-                f"rank {self.peers.rank} completed nothing for {idle_s:.0f} s in phase {self._machine.state}: {waits}",
-                hint="`runtime.stall_timeout_s` sets the limit; the status files name what every rank waits for",
+            error = self._stall(idle_s)
+            # At once: the lanes may sit in calls that nothing interrupts, and closing them takes its time.
+            status = failed_rank(
+                self.peers.rank, error, step=self.step, phase=str(self._machine.state), waiting=self.waiting()
             )
+            write_status(self._status_path, status)
+            self.peers.announce_failure(error.message)
+            raise error
+
+    def _stall(self, idle_s: float) -> StallError:
+        waits = "; ".join(self.waiting())
+        rewards = self._executor.running(TaskKind.REWARD) if self._executor is not None else []
+        hint = "`runtime.stall_timeout_s` sets the limit"
+        if rewards:
+            key, seconds = rewards[0]
+            return StallError(
+                f"rank {self.peers.rank}: the reward function has not returned for {seconds:.0f} s: `{key}` of step "
+                f"{self.step}, phase {self._machine.state}",
+                hint=f"give what it waits for a time limit of its own; {hint}",
+            )
+        return StallError(
+            f"rank {self.peers.rank} completed nothing for {idle_s:.0f} s in phase {self._machine.state}: {waits}",
+            hint=f"{hint}; the status files name what every rank waits for",
+        )
 
     def waiting(self) -> list[str]:
         """What this rank waits for, one line each."""
@@ -113,6 +134,7 @@ class Control:
             "phase": str(self._machine.state),
             "waiting": self.waiting(),
             "pid": os.getpid(),
+            "host": self._host,
             **fields,
         }
         write_status(self._status_path, RankStatus(rank=self.peers.rank, state=state, **values))  # type: ignore[arg-type]

@@ -305,6 +305,12 @@ class Executor:
         for fence in list(self._fences.values()):
             fence.synchronize()
 
+    def running(self, kind: TaskKind) -> list[tuple[TaskKey, float]]:
+        """Tasks of a kind that run now, with the seconds since they started; the longest first."""
+        with self._changed:
+            now = time.monotonic()
+            return [(k, now - since) for k, since in self._running.items() if k.kind is kind]
+
     def waiting_for(self) -> list[str]:
         """What runs and what could not start, for the message of the stall watchdog."""
         with self._changed:

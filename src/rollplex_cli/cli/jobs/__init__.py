@@ -1,0 +1,1 @@
+"""Commands about jobs that run somewhere: check, submit, status, logs, cancel."""

@@ -1,0 +1,1 @@
+"""Everything that can be known of a job before a GPU is held."""

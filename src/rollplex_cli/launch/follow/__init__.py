@@ -1,0 +1,1 @@
+"""Looking after runs from anywhere: what they do, what they print, and stopping them."""
