@@ -8,6 +8,10 @@ import pytest
 from rollplex_cli.cli import bench, output, train
 from rollplex_cli.cli.main import run
 from rollplex_cli.core.errors import RollplexError, RunFailedError
+from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.launch.run_folder import lock_run
+from rollplex_cli.profile.dump import resolved_yaml
+from rollplex_cli.profile.load import load_profile
 
 
 @pytest.fixture(autouse=True)
@@ -244,3 +248,19 @@ def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
     assert (job.target, job.runtime.max_steps) == (None, 2 * (1 + 4))  # type: ignore[attr-defined]
     request = json.loads((root / "bench.json").read_text())
     assert request == {"baselines": ["colocate"], "steps": 4, "workload": None}
+
+
+def test_a_resume_beside_a_running_supervisor_leaves_its_profile_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.profile.write_text(resolved_yaml(load_profile("tiny")))
+    before, lock = folder.profile.read_text(), lock_run(folder)
+    try:
+        assert run(["train", "--resume", "--run-dir", str(folder.root), "--set", "runtime.seed=77"]) == 2
+    finally:
+        lock.release()
+    assert "another process is running in this folder" in capsys.readouterr().err
+    assert folder.profile.read_text() == before
+    assert not folder.command.exists()

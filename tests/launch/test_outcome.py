@@ -127,6 +127,18 @@ def test_a_failure_while_stopping_is_still_a_failure(run: RunFolder) -> None:
     assert (error.exit_code, error.message) == (1, "rank 0: disk full")
 
 
+def test_a_signal_that_comes_when_all_is_done_stops_nothing(run: RunFolder) -> None:
+    say(run, done(0), done(1))
+    assert ended(run, exit_code=0, signalled=True) is None
+
+
+def test_a_rank_that_a_stop_ended_while_it_started_is_no_failure_of_its_peer(run: RunFolder) -> None:
+    say(run, failed_rank(0, RuntimeError("Connection closed by peer")))
+    run.launcher_log.write_text(TORCHRUN_SAW.format(code=-15, rank=1))
+    error = ended(run, signalled=True)
+    assert type(error) is errors.InterruptedRunError
+
+
 def test_a_rank_that_vanishes_with_exit_code_0_is_no_success(run: RunFolder) -> None:
     say(run, done(0))
     error = ended(run, exit_code=0)

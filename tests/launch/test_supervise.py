@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -123,6 +124,27 @@ def test_a_live_view_that_breaks_leaves_no_process(run: RunFolder) -> None:
 
     with pytest.raises(ZeroDivisionError):
         go(run, "wait", on_tick=fail)
+
+
+def test_a_terminal_that_goes_away_stops_the_run_in_order(run: RunFolder) -> None:
+    def hang_up() -> None:
+        if workers_running(run, 2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            raise OSError(errno.EIO, "Input/output error")
+
+    error = go(run, "wait", "wait", on_tick=hang_up)
+    assert error is not None
+    assert (error.exit_code, error.message) == (75, "stopped after step 3")
+
+
+def test_processes_that_outlived_their_supervisor_are_ended_by_the_next(run: RunFolder) -> None:
+    (run.root / "behaviour.json").write_text('{"0": "deaf"}')
+    left = Child([sys.executable, "-m", FAKE, str(run.root.resolve())], log=run.launcher_log,
+                 env={**os.environ, "RANK": "0"})  # fmt: skip
+    while not workers_running(run, 1):
+        time.sleep(0.05)
+    assert go(run, "ok") is None
+    assert left.poll() == -signal.SIGKILL
 
 
 def test_preparation_says_why_it_failed(run: RunFolder) -> None:

@@ -158,6 +158,45 @@ def test_a_failure_in_any_task_ends_the_step_with_its_reason(
     assert str(step.executor.failure) == f"injected at {fail_at}"
 
 
+@pytest.mark.parametrize("leased_before", [True, False])
+def test_a_group_is_cancelled_around_a_task_that_uses_its_objects(leased_before: bool) -> None:
+    machine, store, graph = PhaseMachine(), ObjectStore(), build_step_graph([0, 1], reference=False)
+    running, cancelled = threading.Event(), threading.Event()
+    used: list[object] = []
+
+    def reward(key: TaskKey) -> None:
+        if key.group == 0 and not leased_before:
+            running.set()
+            assert cancelled.wait(LIMIT_S)
+        with store.lease("responses", key) as responses:
+            if key.group == 0 and leased_before:
+                running.set()
+                assert cancelled.wait(LIMIT_S)
+            used.append(responses)
+
+    schedule = schedule_from("rollplex", early_groups=True, prefixes_in_flight=0)
+    executor = Executor(
+        graph, schedule, machine, ThetaGuard(), {K.REWARD: reward, K.ADVANTAGE: lambda _key: None}
+    )  # fmt: skip
+    executor.on_terminal = store.task_ended
+    machine.to(Phase.GENERATE)
+    keys = [TaskKey(K.DECODE, g) for g in (0, 1)]
+    executor.begin_decodes(keys)
+    for key in keys:
+        store.put("responses", f"of {key.group}", key)
+        executor.complete_decode(key)
+    host = threading.Thread(target=lambda: executor.run(Lane.HOST), daemon=True)
+    host.start()
+    assert running.wait(LIMIT_S)
+    executor.cancel_group(0)
+    cancelled.set()
+    host.join(LIMIT_S)
+    assert executor.failure is None
+    assert not host.is_alive()
+    assert used == ["of 0", "of 1"]
+    assert store.held() == ["responses[1]"]
+
+
 def test_a_stop_from_outside_wakes_every_lane() -> None:
     step = Step(schedule_from("rollplex", early_groups=False, prefixes_in_flight=0), [0, 1], 0, reference=True)
     step.machine.to(Phase.GENERATE)

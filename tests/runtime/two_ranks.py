@@ -115,6 +115,7 @@ def main(rank: int, port: int, mode: str, seed: int) -> None:
         dist.destroy_process_group()
     except BaseException as error:
         executor.stop()
+        error = peers.cause_of(error)
         if mode == "fail" and rank == 1:
             peers.announce_failure(str(error))
         print(json.dumps({"error": f"{type(error).__name__}: {error}", "s": time.monotonic() - started}), flush=True)

@@ -81,11 +81,16 @@ def _stored_profile(run_dir: Path | None) -> Path:
 
 
 def _reopen(job: Profile, plan: Plan, run_dir: Path) -> RunFolder:
-    from rollplex_cli.launch.run_folder import reopen_run, resume_run
+    from rollplex_cli.launch.run_folder import lock_run, reopen_run, resume_run
     from rollplex_cli.profile.dump import resolved_yaml
 
     run = reopen_run(run_dir)
-    resume_run(run, profile_yaml=resolved_yaml(job), plan_json=plan.to_json(), argv=sys.argv)
+    # Another supervisor's profile must not change under it.
+    lock = lock_run(run)
+    try:
+        resume_run(run, profile_yaml=resolved_yaml(job), plan_json=plan.to_json(), argv=sys.argv)
+    finally:
+        lock.release()
     return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -15,8 +16,9 @@ FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 def talk(message: str) -> None:
     """One line to the user on stderr, exactly as given (no markup)."""
-    sys.stderr.write(message + "\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # nobody is left to hear it; the exit code still says how it ended
+        sys.stderr.write(message + "\n")
+        sys.stderr.flush()
 
 
 def warn(message: str) -> None:

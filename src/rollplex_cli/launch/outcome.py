@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from typing import TYPE_CHECKING
 
@@ -58,9 +59,11 @@ def outcome(
     silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ALIVE]
     culprit, code = _first_failure(run, statuses, silent, num_nodes)
     decisive = _decisive([status for status in statuses if status is not None])
+    # Where a rank ended without a word, its peers may have failed in turn, with reasons that only mirror this one.
     if culprit in silent and not signalled:
-        # Its peers may have failed in turn, with reasons that only mirror this one.
         return _died(run, culprit, code, statuses)
+    if culprit in silent and code == -signal.SIGTERM:
+        return interrupted(run, statuses)  # the signal came before the rank could listen to it
     if decisive is not None:
         if decisive.error == StallError.__name__:
             rank = _hung(decisive, statuses)
@@ -69,6 +72,8 @@ def outcome(
                 return _silent_stall(run, rank, statuses)
             decisive = status if status.error == StallError.__name__ else decisive
         return _located(run, decisive, num_ranks, statuses)
+    if all(status is not None and status.state == "done" for status in statuses):
+        return None  # a signal that came when the last step was done stopped nothing
     if signalled or any(status is not None and status.state == "interrupted" for status in statuses):
         return interrupted(run, statuses)
     if not any(statuses) and PORT_TAKEN.search("\n".join(read_tail(run.launcher_log, 200))):

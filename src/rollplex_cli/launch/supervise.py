@@ -75,6 +75,7 @@ def supervise(profile: Profile, plan: Plan, run: RunFolder, *, on_tick: Callable
         RollplexError: the reason the run ended with, with the exit code of the program.
     """
     num_ranks = plan.topology.num_ranks
+    on_tick = _until_it_is_gone(on_tick)
     with supervised(run, new_record(run)) as (record, requests):
         port = choose_port(profile.runtime.master_port)
         env = worker_env(profile, os.environ)
@@ -97,6 +98,10 @@ def supervised(run: RunFolder, record: LaunchRecord) -> Iterator[tuple[LaunchRec
     lock = lock_run(run)
     try:
         with stop_requests() as requests:
+            if record.job_id is None:
+                # An earlier supervisor may have been killed: what it started must not write beside this start. A
+                # scheduler ends what it started itself, and other nodes of this start may share the machine.
+                send_signal(_own_processes(run), signal.SIGKILL)
             begin_start(run)
             if record.job_id is None:
                 # A scheduler's job may have been cancelled before it came to start.
@@ -111,6 +116,27 @@ def supervised(run: RunFolder, record: LaunchRecord) -> Iterator[tuple[LaunchRec
             write_record(run, ended_record(read_record(run) or record, None))
     finally:
         lock.release()
+
+
+def _own_processes(run: RunFolder) -> list[int]:
+    root = str(run.root.resolve())
+    return [*find_processes(torchrun.WORKER, root), *find_processes(torchrun.PREPARE, root)]
+
+
+def _until_it_is_gone(on_tick: Callable[[], None]) -> Callable[[], None]:
+    """A view that lost its terminal (a closed window, a dropped connection) must not take the run along: the workers
+    are to end with a checkpoint, as the SIGHUP that comes with it asks."""
+    gone = False
+
+    def tick() -> None:
+        nonlocal gone
+        if not gone:
+            try:
+                on_tick()
+            except OSError:
+                gone = True
+
+    return tick
 
 
 def run_child(argv: Sequence[str], run: RunFolder, env: dict[str, str], *, what: str) -> None:

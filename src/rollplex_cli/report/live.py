@@ -6,6 +6,7 @@ line per step.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -110,6 +111,11 @@ class LiveView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # Where the terminal is gone, the run's own end still counts.
+        with contextlib.suppress(OSError):
+            self._finish()
+
+    def _finish(self) -> None:
         try:
             self.poll()
         finally:

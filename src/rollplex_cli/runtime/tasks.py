@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -144,7 +145,8 @@ class StepTasks:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
         except BaseException:
             # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
-            engine.abort()
+            with contextlib.suppress(Exception):  # what stopped the step is the reason, not what cannot be saved
+                engine.abort()
             raise
 
     def _enough(self, waiting: set[int]) -> bool:

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         session.run()
     except BaseException as error:
         code = session.report(error)
-        session.close()
+        session.close(error)
         return code
     session.close()
     session.done()
@@ -84,13 +84,18 @@ class _Session:
 
     def report(self, error: BaseException) -> int:
         """Tell the peers and the status file why this rank ends; returns the process's exit code."""
-        expected = isinstance(error, InterruptedRunError | TargetNotReachedError)
+        if self._control is not None:
+            error = self._control.peers.cause_of(error)
+        expected = _expected(error)
         log.log(logging.INFO if expected else logging.ERROR, "%s", error, exc_info=None if expected else error)
         control = self._control
         waiting = control.waiting() if control is not None else []
         step, phase = (control.step, control.phase) if control is not None else (0, "")
         status = failed_rank(self._rank, error, step=step, phase=phase, waiting=waiting)
-        write_status(self._run.status(self._rank), status)
+        try:
+            write_status(self._run.status(self._rank), status)
+        except OSError:  # a full disk is a reason to end; peers and the log still learn it
+            log.exception("cannot write the status")
         if control is not None and not expected and not isinstance(error, PeerFailedError):
             with contextlib.suppress(Exception):  # the store may be what failed
                 control.peers.announce_failure(getattr(error, "message", f"{type(error).__name__}: {error}"))
@@ -100,12 +105,25 @@ class _Session:
             return 0
         return error.exit_code if isinstance(error, RollplexError) else int(status.exit_code or 1)
 
-    def close(self) -> None:
-        """Close lanes, engines and the process group. A second fault on the way out must not hide the first."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Close lanes, engines and the process group. A second fault on the way out must not hide the first.
+
+        After a failure the contexts must see it: what they do at an orderly end waits for lanes and peers that may
+        never answer.
+        """
+        failure = error if error is not None and not _expected(error) else None
         try:
-            self._stack.close()
+            if failure is None:
+                self._stack.close()
+            else:
+                self._stack.__exit__(type(failure), failure, failure.__traceback__)
         except BaseException:
             log.exception("while closing")
+
+
+def _expected(error: BaseException) -> bool:
+    """An end that every rank comes to together."""
+    return isinstance(error, InterruptedRunError | TargetNotReachedError)
 
 
 if __name__ == "__main__":

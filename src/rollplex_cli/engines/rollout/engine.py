@@ -274,8 +274,8 @@ class SglangRollout:
                 token_ids=(), logprobs=(), weight_versions=(), finish_reason="abort", cached_tokens=0
             )
             return
-        self._by_rid.pop(track.req.rid)
-        track.response = _response(track)
+        track.response = _response(track)  # may raise: the track must still be known then
+        del self._by_rid[track.req.rid]
         track.req = None
 
     def _collect(self, touched: set[int]) -> list[GroupResult]:

@@ -10,7 +10,7 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollplex_cli.core.errors import PeerFailedError, PhaseError
+from rollplex_cli.core.errors import PeerFailedError, PhaseError, RollplexError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,6 +103,21 @@ class Peers:
         failure = json.loads(self._store.get(f"{self._namespace}/failure"))
         if failure["rank"] != self.rank:
             raise PeerFailedError(f"rank {failure['rank']} failed: {failure['message']}")
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The failure that a peer announced, where `error` may only mirror it (a collective whose connection closed).
+
+        A rank announces its reason before it ends, so the reason is there when its connections break.
+        """
+        if not isinstance(error, RollplexError):
+            try:
+                self.check_failure()
+            except PeerFailedError as peer:
+                peer.__cause__ = error
+                return peer
+            except Exception:  # the store has gone, too
+                return error
+        return error
 
     def _await(self, rank: int, key: str, on_wait: Callable[[], None]) -> None:
         assert self._store is not None

@@ -85,6 +85,7 @@ class Executor:
         self._fences: dict[TaskKey, Fence] = {}
         self._running: dict[TaskKey, float] = {}
         self._to_cancel: list[int] = []
+        self._cancelled: dict[int, list[TaskKey]] = {}
         self._last_progress = time.monotonic()
         self.num_progress = 0
         """Completed tasks and decode steps so far."""
@@ -196,6 +197,7 @@ class Executor:
             self.graph.complete(key)
             self._running.pop(key, None)
             self.on_terminal(key)
+            self._release_cancelled(key.group)
             self._progress()
 
     # ---- decode, driven by the rollout thread ------------------------------------------------------------
@@ -249,9 +251,17 @@ class Executor:
             self._changed.notify_all()
 
     def _cancel_group(self, group: int) -> None:
-        for key in self.graph.cancel_group(group):
-            self.on_terminal(key)
+        self._cancelled.setdefault(group, []).extend(self.graph.cancel_group(group))
+        self._release_cancelled(group)
         self._progress()
+
+    def _release_cancelled(self, group: int) -> None:
+        """Report the cancelled tasks of a group once none of its tasks runs: one that was running when the group was
+        cancelled still uses what only they would have used after it."""
+        tasks = self.graph.tasks.values() if group in self._cancelled else ()
+        if not any(t.key.group == group and t.state is TaskState.RUNNING for t in tasks):
+            for key in self._cancelled.pop(group, ()):
+                self.on_terminal(key)
 
     def phase_changed(self) -> None:
         """Wake the lanes: the phase machine has moved."""

@@ -1,0 +1,59 @@
+"""What a step reports when its rollout breaks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from rollplex_cli.core.errors import NonFiniteError
+from rollplex_cli.core.events import EventWriter
+from rollplex_cli.memory.leases import ObjectStore
+from rollplex_cli.profile.load import load_profile
+from rollplex_cli.runtime.executor.theta import ThetaGuard
+from rollplex_cli.runtime.tasks import StepTasks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class BrokenEngine:
+    """Its step fails, and so does the clean-up after it, as a response whose log-probs are NaN makes both."""
+
+    def begin_step(self) -> None: ...
+
+    def submit(self, _requests: Any) -> None: ...
+
+    def has_work(self) -> bool:
+        return True
+
+    def step(self) -> None:
+        raise NonFiniteError("a sampled log-prob is not finite, group 0, response: 1")
+
+    def abort(self) -> None:
+        raise KeyError("0.1.1")
+
+
+class Failures:
+    """The part of an executor that is told of failures."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    def begin_decodes(self, _keys: Any) -> None: ...
+
+    def fail(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+
+def test_the_first_reason_survives_a_clean_up_that_fails(tmp_path: Path) -> None:
+    prompt = SimpleNamespace(prompt=SimpleNamespace(sample=SimpleNamespace(sample_id="s")))
+    tasks = StepTasks(
+        load_profile("tiny"), SimpleNamespace(rollout=BrokenEngine()), ObjectStore(), ThetaGuard(),  # type: ignore[arg-type]
+        EventWriter(tmp_path / "events.jsonl", 0), step=1, first_group=0, inputs={0: prompt},  # type: ignore[dict-item]
+    )  # fmt: skip
+    executor = Failures()
+    with pytest.raises(NonFiniteError):
+        tasks.run_rollout(executor)  # type: ignore[arg-type]
+    assert [type(e) for e in executor.errors] == [NonFiniteError]
