@@ -14,6 +14,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollplex_cli.core.errors import RunFailedError
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
     import torch
 
-_NAME = re.compile(r"^step-(\d{6,})$")
+_NAME = re.compile(r"^(?:\.replaced-)?step-(\d{6,})$")
+"""A `.replaced-` folder stands in for the moment between two renames."""
 STATE, TENSORS, LATEST, BEST = "state.json", "optimizer.safetensors", "latest", "best"
 
 
@@ -60,25 +62,33 @@ def save(
         RunFailedError: the disk refused; the earlier checkpoints are untouched.
     """
     final, draft = folder / f"step-{step:06d}", folder / f".writing-step-{step:06d}"
+    replaced = folder / f".replaced-{final.name}"
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        for torn in folder.glob(".writing-*"):  # of a run that was killed, of this step or another
+            shutil.rmtree(torn, ignore_errors=True)
         draft.mkdir(parents=True)
         save_file({name: t.contiguous() for name, t in tensors.items()}, draft / TENSORS)
         _sync(draft / TENSORS)
         sizes = {TENSORS: (draft / TENSORS).stat().st_size}
         (draft / STATE).write_text(json.dumps({**state, "step": step, "files": sizes}), encoding="utf-8")
         _sync(draft / STATE)
-        if final.exists():  # the same step, written by a run that was resumed from an earlier one
-            shutil.rmtree(final)
+        _sync(draft)
+        if final.exists():  # the same step once more, after its evaluation
+            if _is_complete(final):
+                shutil.rmtree(replaced, ignore_errors=True)
+                final.rename(replaced)
+            else:
+                shutil.rmtree(final)
         draft.rename(final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         write_atomic(folder / LATEST, final.name + "\n")
         if is_best:
             write_atomic(folder / BEST, final.name + "\n")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(draft, ignore_errors=True)
         raise RunFailedError(
-            f"cannot write the checkpoint of step {step}: {error.strerror or error}: {final}",
+            f"cannot write the checkpoint of step {step}: {getattr(error, 'strerror', None) or error}: {final}",
             hint="earlier checkpoints are intact; free space and start again with `--resume`",
         ) from error
     for old in sorted(_complete(folder), key=lambda c: c.step)[: -max(1, keep)]:
@@ -103,17 +113,21 @@ def newest(folder: Path) -> Checkpoint | None:
 
 
 def _complete(folder: Path) -> list[Checkpoint]:
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if not _NAME.match(path.name):
-            continue
-        state = read_json(path / STATE)
-        if state is None or "step" not in state:
-            continue
-        files = state.get("files", {})
-        if all((path / f).is_file() and (path / f).stat().st_size == size for f, size in files.items()):
-            found.append(Checkpoint(path=path, state=state))
-    return found
+    found = (_read(path) for path in (folder.iterdir() if folder.is_dir() else ()) if _NAME.match(path.name))
+    return [checkpoint for checkpoint in found if checkpoint is not None]
+
+
+def _is_complete(path: Path) -> bool:
+    return _read(path) is not None
+
+
+def _read(path: Path) -> Checkpoint | None:
+    state = read_json(path / STATE)
+    if state is None or "step" not in state:
+        return None
+    files = state.get("files", {})
+    whole = all((path / f).is_file() and (path / f).stat().st_size == size for f, size in files.items())
+    return Checkpoint(path=path, state=state) if whole else None
 
 
 def _sync(path: Path) -> None:
