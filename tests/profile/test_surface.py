@@ -84,6 +84,8 @@ KEYS = {
     "optimizer.lr",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
+    "reuse.rollout_prefix",
+    "reuse.skip_zero_advantage",
     "reward.num_workers",
     "reward.on_error",
     "reward.parts",
@@ -107,8 +109,10 @@ KEYS = {
     "runtime.seed",
     "runtime.stall_timeout_s",
     "runtime.torch_threads",
+    "schedule.calibration_s",
     "schedule.early_groups",
     "schedule.name",
+    "schedule.policy",
     "schedule.prefix_activations",
     "schedule.prefixes_in_flight",
     "target.reward_mean",
@@ -130,6 +134,6 @@ def test_keys() -> None:
 
 def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     sections = [kind for kind in vars(schema).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    assert len(sections) == 17
+    assert len(sections) == 18
     for section in sections:
         assert section.__dataclass_params__.frozen  # type: ignore[attr-defined]
