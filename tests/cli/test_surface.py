@@ -10,7 +10,7 @@ SHARED = {"--profile", "-p", "--set", "--json"}
 OPTIONS = {
     "": {"--version", "--help"},
     "train": SHARED | {"--run-dir", "--resume", "--max-steps", "--schedule", "--plain"},
-    "bench": SHARED | {"--run-dir", "--baseline", "--steps", "--workload", "--plain"},
+    "bench": SHARED | {"--run-dir", "--baseline", "--steps", "--workload", "--policy", "--ablate", "--plain"},
     "check": SHARED | {"--site", "--samples", "--no-data"},
     "submit": SHARED
     | {

@@ -175,9 +175,8 @@ def profile_tasks(rank: Any, arguments: argparse.Namespace) -> None:
         lines.append(f"prompt {prompt.num_tokens}, responses {packed.num_tokens}; " + "; ".join(times))
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             once()
-        keys = ("self_cuda_time_total", "self_cpu_time_total")
-        averages = found.key_averages()
-        lines += [averages.table(sort_by=key, row_limit=25, max_name_column_width=60) for key in keys]
+        keys, averages = ("self_cuda_time_total", "self_cpu_time_total"), found.key_averages()
+        lines.extend(averages.table(sort_by=key, row_limit=25, max_name_column_width=60) for key in keys)
         actor.discard_gradients()
 
     rank.trainer_lane.submit(work).result()
