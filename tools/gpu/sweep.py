@@ -175,8 +175,8 @@ def profile_tasks(rank: Any, arguments: argparse.Namespace) -> None:
         lines.append(f"prompt {prompt.num_tokens}, responses {packed.num_tokens}; " + "; ".join(times))
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
             once()
-        for key in ("self_cuda_time_total", "self_cpu_time_total"):
-            lines.append(found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60))
+        keys = ("self_cuda_time_total", "self_cpu_time_total")
+        lines.extend(found.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60) for key in keys)
         actor.discard_gradients()
 
     rank.trainer_lane.submit(work).result()
