@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rollplex_cli.engines.trainer.model.attention import folded_bias
+from rollplex_cli.engines.trainer.model.flash import bounds_of, flash_runs
 from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import _Flash, _Masked, suffix_attention
 
@@ -77,3 +78,19 @@ def test_the_masked_way_agrees_on_the_gpu() -> None:
     out = _Masked(bias)(tensors[0], KeyValue(*tensors[1:3]), KeyValue(*tensors[3:]))
     expected, out = by_hand(tensors, lengths).detach(), out.detach()
     assert float((out.float() - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.gpu
+def test_runs_attend_to_themselves() -> None:
+    lengths = [352, 64, 16, 352]
+    tensors = [torch.randn(sum(lengths), 4, 80, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+    out = flash_runs(*tensors, bounds_of(lengths, lengths, torch.device("cuda")))
+    runs = zip(*(t.float().transpose(0, 1).split(lengths, dim=1) for t in tensors), strict=True)
+    expected = torch.cat([torch.nn.functional.scaled_dot_product_attention(*run) for run in runs], dim=1)
+    expected = expected.transpose(0, 1)
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").view(out.shape)
+    found = torch.autograd.grad((out.float() * weights).sum(), tensors)
+    wanted = torch.autograd.grad((expected * weights).sum(), tensors)
+    for value, reference in zip((out, *found), (expected, *wanted), strict=True):
+        error = (value.detach().float() - reference.detach().float()).norm() / reference.detach().float().norm()
+        assert float(error) < 0.02

@@ -48,7 +48,7 @@ def build_result(
 
 def _raw(row: dict[str, Any]) -> dict[str, Any]:
     names = ("step_s", "phase_s", "loss", "grad_norm", "logprob_diff_mean", "peak_bytes", "response_tokens_mean")
-    return {name: row.get(name) for name in (*names, "prompt_tokens")}
+    return {name: row.get(name) for name in (*names, "prompt_tokens", "device_allocations")}
 
 
 def _summary(

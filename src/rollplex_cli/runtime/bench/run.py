@@ -90,12 +90,14 @@ def _step(
 ) -> dict[str, Any]:
     rank.control.step = number
     rank.sharing.follow(parse_policy(variant.policy))
+    allocations = _device_allocations()
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
     row = {
         **result.row,
         "peak_bytes": _peak_bytes(),
+        "device_allocations": _device_allocations() - allocations,
         "prompt_tokens": [i.num_tokens for i in inputs],
         "num_responses": len(inputs) * rank.profile.rollout.group_size,
     }
@@ -111,6 +113,11 @@ def _peak_bytes() -> int | None:
         return None
     free, total = torch.cuda.mem_get_info()
     return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
+
+
+def _device_allocations() -> int:
+    """How often PyTorch has asked the driver for memory; each time stalls the device."""
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if torch.cuda.is_available() else 0
 
 
 def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:

@@ -12,16 +12,17 @@ dtype (`suffix_attention`):
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from rollplex_cli.engines.trainer.model.attention import folded_bias, sdpa
+from rollplex_cli.engines.trainer.model.flash import bounds_of, flash_backward, flash_forward, supported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollplex_cli.engines.trainer.model.flash import Bounds
     from rollplex_cli.engines.trainer.model.language import KeyValue
 
 
@@ -37,7 +38,7 @@ def suffix_attention(
     lengths: Sequence[int], segments: torch.Tensor, num_prefix_tokens: int, queries_per_kv: int, dtype: torch.dtype
 ) -> SuffixAttention:
     """The attention of responses of these `lengths`; `segments` [S] (see `PackedSuffix`) tells the device."""
-    if segments.is_cuda and dtype in (torch.bfloat16, torch.float16):
+    if supported(segments.device, dtype):
         return _Flash(lengths, num_prefix_tokens, segments.device)
     return _Masked(folded_bias(segments, num_prefix_tokens, queries_per_kv, dtype))
 
@@ -54,12 +55,9 @@ class _Masked:
 
 class _Flash:
     def __init__(self, lengths: Sequence[int], num_prefix_tokens: int, device: torch.device) -> None:
-        def bounds(values: Sequence[int]) -> torch.Tensor:
-            return torch.tensor([0, *accumulate(values)], dtype=torch.int32, device=device)
-
         rows = sum(lengths)
-        self._own = (bounds(lengths), bounds(lengths), max(lengths), max(lengths))
-        self._prefix = (bounds([rows]), bounds([num_prefix_tokens]), rows, num_prefix_tokens)
+        self._own = bounds_of(lengths, lengths, device)
+        self._prefix = bounds_of([rows], [num_prefix_tokens], device)
 
     def __call__(self, q: torch.Tensor, prefix: KeyValue, own: KeyValue) -> torch.Tensor:
         rows = [t[0].transpose(0, 1) for t in (q, *prefix, *own)]
@@ -79,12 +77,12 @@ class _FlashSuffix(torch.autograd.Function):
         prefix_v: torch.Tensor,
         own_k: torch.Tensor,
         own_v: torch.Tensor,
-        prefix_bounds: tuple[Any, ...],
-        own_bounds: tuple[Any, ...],
+        prefix_bounds: Bounds,
+        own_bounds: Bounds,
     ) -> torch.Tensor:
-        out, lse, *state = _forward(q, own_k, own_v, own_bounds, causal=True)
+        out, lse, *state = flash_forward(q, own_k, own_v, own_bounds, causal=True)
         if prefix_k.shape[0]:
-            first, first_lse, *_ = _forward(q, prefix_k, prefix_v, prefix_bounds, causal=False)
+            first, first_lse, *_ = flash_forward(q, prefix_k, prefix_v, prefix_bounds, causal=False)
             whole = torch.logaddexp(first_lse, lse)
             # Log-sum-exps are [heads, rows].
             share, first_share = ((part - whole).exp().t().unsqueeze(-1) for part in (lse, first_lse))
@@ -97,32 +95,8 @@ class _FlashSuffix(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         q, prefix_k, prefix_v, own_k, own_v, out, lse, *state = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dq, dk, dv = _backward(grad, q, own_k, own_v, out, lse, ctx.own_bounds, state, causal=True)
+        dq, dk, dv = flash_backward(grad, q, own_k, own_v, out, lse, ctx.own_bounds, state, causal=True)
         if not prefix_k.shape[0]:
             return dq, torch.zeros_like(prefix_k), torch.zeros_like(prefix_v), dk, dv, None, None
-        first = _backward(grad, q, prefix_k, prefix_v, out, lse, ctx.prefix_bounds, state, causal=False)
+        first = flash_backward(grad, q, prefix_k, prefix_v, out, lse, ctx.prefix_bounds, state, causal=False)
         return dq + first[0], first[1], first[2], dk, dv, None, None
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: tuple[Any, ...], *, causal: bool
-) -> tuple[torch.Tensor, ...]:
-    """(output [rows, H, d], log-sum-exp [H, rows] float32, state of the random numbers that are not used)."""
-    out, lse, *state, _ = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, causal, False)
-    return out, lse, *state
-
-
-def _backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    bounds: tuple[Any, ...],
-    state: list[torch.Tensor],
-    *,
-    causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(grad, q, k, v, out, lse, *bounds, 0.0, causal, *state)
-    return dq, dk, dv

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from rollplex_cli.engines.trainer.model.flash import Bounds, bounds_of, flash_runs, supported
 from rollplex_cli.engines.trainer.model.primitives import (
     Angles,
     compute_dtype,
@@ -40,6 +41,8 @@ class Chunks:
     """(number of runs, rows per run, row indices [runs * rows] or None for all rows in order)."""
     inverse: torch.Tensor | None
     """Puts the concatenated groups back in row order; None where there is one group."""
+    bounds: Bounds | None = None
+    """The same runs for the kernel that takes runs of different lengths at once, where the device has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,8 @@ def vision_layout(
         angles=Angles.of(angles),
         order=None if identity else order.to(device),
         restore=None if identity else torch.argsort(order).to(device),
-        windows=_chunks([n * unit for n in window_lengths], device),
-        frames=_chunks(frame_lengths, device),
+        windows=_chunks([n * unit for n in window_lengths], dtype, device),
+        frames=_chunks(frame_lengths, dtype, device),
     )
 
 
@@ -107,7 +110,9 @@ def _window_order(grids: tuple[Grid, ...], sizes: VisionSizes) -> tuple[torch.Te
     return torch.cat(orders), lengths
 
 
-def _chunks(lengths: Sequence[int], device: torch.device) -> Chunks:
+def _chunks(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Chunks:
+    if supported(device, dtype):
+        return Chunks((), None, bounds_of(lengths, lengths, device))
     distinct = sorted(set(lengths))
     if len(distinct) == 1:
         return Chunks(((len(lengths), distinct[0], None),), None)
@@ -146,6 +151,8 @@ def _block_attention(
     rows, heads = x.shape[0], sizes.num_heads
     qkv = rotary(block.qkv(x).view(rows, 3 * heads, sizes.head_dim), layout.angles, 2 * heads)
     q, k, v = qkv.chunk(3, dim=1)
+    if chunks.bounds is not None:
+        return block.output(flash_runs(q, k, v, chunks.bounds).flatten(1))
     outs = []
     for runs, length, index in chunks.groups:
         shape = (runs, length, heads, sizes.head_dim)
