@@ -13,7 +13,7 @@ OPTIONS = {
     "bench": SHARED | {"--run-dir", "--baseline", "--steps", "--workload", "--plain"},
     "report": {"run", "--json"},
     "export": {"run", "--to", "--best", "--json"},
-    "profile-memory": SHARED,
+    "profile-memory": SHARED | {"--weights"},
     "profiles": set(),
     "profiles ls": {"--json"},
     "profiles show": {"name", "--resolved"},
