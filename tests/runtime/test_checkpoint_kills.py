@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.engines.weights.shards import Box
 from rollplex_cli.runtime import checkpoint
 
 if TYPE_CHECKING:
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def save(folder: Path, step: int, value: float = 0.0, keep: int = 1) -> None:
-    checkpoint.save(folder, step, {"w": torch.full((100_000,), value)}, {"progress": {"step": step}}, keep)
+    values = torch.full((100_000,), value)
+    entry = checkpoint.Entry(tensor="w", full=(100_000,), box=Box.whole((100_000,)), values=values)
+    checkpoint.begin(folder, step)
+    files = checkpoint.write(folder, step, 0, [entry])
+    checkpoint.commit(folder, step, files, {"progress": {"step": step}}, keep)
 
 
 def names(folder: Path) -> list[str]:
@@ -42,7 +47,10 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path, 
     save(tmp_path, 1)
     request.getfixturevalue("small_files")
     with pytest.raises(RunFailedError, match="cannot write the checkpoint of step 2") as raised:
-        save(tmp_path, 2)
+        try:
+            save(tmp_path, 2)
+        finally:
+            checkpoint.discard(tmp_path, 2)
     assert raised.value.hint is not None and "--resume" in raised.value.hint
     assert names(tmp_path) == ["latest", "step-000001"]
 
@@ -85,10 +93,10 @@ def test_killed_at_any_moment_one_good_checkpoint_is_left(
                 over = True
         found = checkpoint.newest(folder)
         assert found is not None, f"nothing left after {moment} changes"
-        assert float(found.tensors()["w"][0]) in (1.0, 2.0)
+        assert float(found.read("w")[0]) in (1.0, 2.0)
         save(folder, second, 3.0)
         found = checkpoint.newest(folder)
-        assert found is not None and float(found.tensors()["w"][0]) == 3.0
+        assert found is not None and float(found.read("w")[0]) == 3.0
         assert names(folder) == ["latest", f"step-{second:06d}"]
         if over:
             return

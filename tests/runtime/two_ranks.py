@@ -113,9 +113,9 @@ def main(rank: int, port: int, mode: str, seed: int) -> None:
         print(json.dumps({"order": order}), flush=True)
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException as error:
+    except BaseException as caught:
         executor.stop()
-        error = peers.cause_of(error)
+        error = peers.first_cause(caught)
         if mode == "fail" and rank == 1:
             peers.announce_failure(str(error))
         print(json.dumps({"error": f"{type(error).__name__}: {error}", "s": time.monotonic() - started}), flush=True)

@@ -85,7 +85,7 @@ class _Session:
     def report(self, error: BaseException) -> int:
         """Tell the peers and the status file why this rank ends; returns the process's exit code."""
         if self._control is not None:
-            error = self._control.peers.cause_of(error)
+            error = self._control.peers.first_cause(error)
         expected = _expected(error)
         log.log(logging.INFO if expected else logging.ERROR, "%s", error, exc_info=None if expected else error)
         control = self._control

@@ -10,10 +10,14 @@ import json
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollplex_cli.core.errors import PeerFailedError, PhaseError, RollplexError
+from rollplex_cli.core.errors import PeerFailedError, PhaseError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+_TRANSPORTS = ("gloo", "NCCL", "c10d", "Connection closed by peer")
+"""Words by which an error of a collective is known; it has no class of its own."""
 
 
 class Store(Protocol):
@@ -30,6 +34,9 @@ class Store(Protocol):
 
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
+
+    def clone(self) -> Store:
+        """Another connection to the same store."""
 
 
 class Peers:
@@ -48,17 +55,22 @@ class Peers:
         self._store = store
         self.rank = rank
         self.world_size = world_size
-        self._namespace = f"rollplex/{namespace}"
+        self.namespace = f"rollplex/{namespace}"
+        """Prefix of every key of this run."""
         self._meetings = 0
         self.waiting_for: int | None = None
         """Rank that an agreement waits for now."""
         self.peer_progress_at = 0.0
         """When (monotonic seconds) a rank that was waited for last showed progress."""
 
+    def another_connection(self) -> Store | None:
+        """A connection to the store for another thread; None where there is no store."""
+        return None if self._store is None else self._store.clone()
+
     def report_progress(self, mark: str) -> None:
         """Publish a mark that changes whenever this rank gets on."""
         if self._store is not None and self.world_size > 1:
-            self._store.set(f"{self._namespace}/progress/{self.rank}", mark)
+            self._store.set(f"{self.namespace}/progress/{self.rank}", mark)
 
     def meet(self, name: str, value: dict[str, Any], on_wait: Callable[[], None]) -> list[dict[str, Any]]:
         """Exchange a small JSON object with every rank; returns all of them in rank order.
@@ -92,37 +104,39 @@ class Peers:
     def announce_failure(self, message: str) -> None:
         """Tell every rank that this one cannot go on."""
         if self._store is not None:
-            key = f"{self._namespace}/failure"
+            key = f"{self.namespace}/failure"
             if not self._store.check([key]):
                 self._store.set(key, json.dumps({"rank": self.rank, "message": message}))
 
     def check_failure(self) -> None:
         """Raise PeerFailedError if another rank announced that it failed."""
-        if self._store is None or not self._store.check([f"{self._namespace}/failure"]):
+        if self._store is None or not self._store.check([f"{self.namespace}/failure"]):
             return
-        failure = json.loads(self._store.get(f"{self._namespace}/failure"))
+        failure = json.loads(self._store.get(f"{self.namespace}/failure"))
         if failure["rank"] != self.rank:
             raise PeerFailedError(f"rank {failure['rank']} failed: {failure['message']}")
 
-    def cause_of(self, error: BaseException) -> BaseException:
-        """The failure that a peer announced, where `error` may only mirror it (a collective whose connection closed).
-
-        A rank announces its reason before it ends, so the reason is there when its connections break.
-        """
-        if not isinstance(error, RollplexError):
+    def first_cause(self, error: BaseException, patience_s: float = 3.0) -> BaseException:
+        """The failure that a peer announced, where `error` may be its consequence: a collective whose peer is gone
+        raises before the peer's reason was read. Any other error stands for itself."""
+        deadline = time.monotonic() + patience_s
+        transport = isinstance(error, RuntimeError) and any(word in str(error) for word in _TRANSPORTS)
+        while self.world_size > 1 and transport:
             try:
                 self.check_failure()
-            except PeerFailedError as peer:
-                peer.__cause__ = error
-                return peer
-            except Exception:  # the store has gone, too
+            except PeerFailedError as first:
+                return first
+            except RuntimeError:  # the store is gone with its rank
                 return error
+            if time.monotonic() > deadline:
+                return error
+            time.sleep(0.05)
         return error
 
     def _await(self, rank: int, key: str, on_wait: Callable[[], None]) -> None:
         assert self._store is not None
         pause_s, next_look, mark = 0.0002, 0.0, b""
-        progress = f"{self._namespace}/progress/{rank}"
+        progress = f"{self.namespace}/progress/{rank}"
         self.waiting_for = rank
         while not self._store.check([key]):
             self.check_failure()
@@ -137,4 +151,4 @@ class Peers:
         self.waiting_for = None
 
     def _key(self, number: int, rank: int) -> str:
-        return f"{self._namespace}/meet/{number}/{rank}"
+        return f"{self.namespace}/meet/{number}/{rank}"
