@@ -47,10 +47,8 @@ def test_a_full_disk_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path, 
     save(tmp_path, 1)
     request.getfixturevalue("small_files")
     with pytest.raises(RunFailedError, match="cannot write the checkpoint of step 2") as raised:
-        try:
-            save(tmp_path, 2)
-        finally:
-            checkpoint.discard(tmp_path, 2)
+        save(tmp_path, 2)
+    checkpoint.discard(tmp_path, 2)  # what the run does when a rank could not write
     assert raised.value.hint is not None and "--resume" in raised.value.hint
     assert names(tmp_path) == ["latest", "step-000001"]
 

@@ -35,6 +35,16 @@ class BrokenEngine:
         raise KeyError("0.1.1")
 
 
+class AloneTeam:
+    """The part of a training group of one rank that decoding uses."""
+
+    responses = None
+    board = SimpleNamespace(begin_step=lambda _step, _num_groups: None, complete=False)
+
+    def own_groups(self, groups: Any) -> list[int]:
+        return list(groups)
+
+
 class Failures:
     """The part of an executor that is told of failures."""
 
@@ -49,11 +59,13 @@ class Failures:
 
 def test_the_first_reason_survives_a_clean_up_that_fails(tmp_path: Path) -> None:
     prompt = SimpleNamespace(prompt=SimpleNamespace(sample=SimpleNamespace(sample_id="s")))
+    events = EventWriter(tmp_path / "events.jsonl", 0)
     tasks = StepTasks(
         load_profile("tiny"), SimpleNamespace(rollout=BrokenEngine()), ObjectStore(), ThetaGuard(),  # type: ignore[arg-type]
-        EventWriter(tmp_path / "events.jsonl", 0), step=1, first_group=0, inputs={0: prompt},  # type: ignore[dict-item]
+        events, team=AloneTeam(), step=1, first_group=0, inputs={0: prompt},  # type: ignore[arg-type,dict-item]
     )  # fmt: skip
     executor = Failures()
     with pytest.raises(NonFiniteError):
         tasks.run_rollout(executor)  # type: ignore[arg-type]
+    events.close()
     assert [type(e) for e in executor.errors] == [NonFiniteError]
