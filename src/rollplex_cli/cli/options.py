@@ -53,7 +53,7 @@ def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine
     from rollplex_cli.plan.build import build_plan
     from rollplex_cli.profile.load import load_profile
 
-    profile = load_profile(name, overrides or [])
+    profile = _anchored(load_profile(name, overrides or []))
     machine = detect_machine(look_for_gpus=profile.topology.device != "cpu")
     if profile.topology.device == "auto":
         profile = _with_device(profile, "cuda" if machine.gpu_bytes else "cpu")
@@ -62,6 +62,18 @@ def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine
 
 def _with_device(profile: Profile, device: Literal["cpu", "cuda"]) -> Profile:
     return dataclasses.replace(profile, topology=dataclasses.replace(profile.topology, device=device))
+
+
+def _anchored(profile: Profile) -> Profile:
+    """The profile with paths made absolute: a run may be resumed from another directory."""
+    from rollplex_cli.core.resources import model_config_names, shipped_folder, task_folder
+
+    task, model = profile.task, profile.model
+    if not (shipped_folder("jobs") / "tasks" / task.name).is_dir() and (folder := task_folder(task.name)) is not None:
+        task = dataclasses.replace(task, name=str(folder))
+    if model.config not in model_config_names() and (Path(model.config).expanduser() / "config.json").is_file():
+        model = dataclasses.replace(model, config=str(Path(model.config).expanduser().resolve()))
+    return dataclasses.replace(profile, task=task, model=model)
 
 
 def require_fit(plan: Plan, machine: Machine) -> None:

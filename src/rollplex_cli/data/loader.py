@@ -132,10 +132,11 @@ class PromptLoader:
         """Prompts of a batch that are this rank's."""
         return self._order.prompts_per_rank
 
-    def close(self) -> None:
-        """Stop the workers; what is being built is finished and dropped."""
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the workers; what is being built is finished and dropped, unless `wait` is off: a worker may sit on a
+        file that never answers."""
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.shutdown(wait=wait, cancel_futures=True)
         self._pending.clear()
 
     def __enter__(self) -> PromptLoader:

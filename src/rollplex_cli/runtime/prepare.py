@@ -79,6 +79,7 @@ def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep |
                 f"`model.init: checkpoint` needs a folder with weights in `model.config`: {profile.model.config}",
                 hint="give a Hugging Face checkpoint folder, or set `model.init` to `random` or `cold_start`",
             )
+        run.base_dir.unlink(missing_ok=True)  # a link to a folder that has gone since
         run.base_dir.symlink_to(source, target_is_directory=True)
         return None
     folder = model_config_folder(profile.model.config)

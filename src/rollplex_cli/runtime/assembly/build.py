@@ -117,7 +117,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         yield rank
         control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
     finally:
-        loader.close()
+        loader.close(wait=False)
         cache.close()
         scorer.close()
         events.close()
