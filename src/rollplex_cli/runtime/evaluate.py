@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.assembly.rank import Rank
 
 FORM_PARTS = frozenset({"format", "think_format"})
+OWN_FIGURES = frozenset({"reward", "accuracy", "tokens", "num_samples", "num_responses"})
+"""What an evaluation counts itself; a part of that name (a bare number is the part `reward`) is not added to it."""
 
 
 def answer_all(
@@ -75,8 +77,11 @@ def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
     # By sample, not by rank or step: every evaluation draws alike, so that their differences are the weights'.
     seeds = [[derive_seed(seed, f"evaluation/{s.sample_id}", i) for i in numbers] for s in samples]
     with rank.events.span("evaluate", step=rank.control.step, phase=Phase.EVALUATE, lane="rollout"):
-        inputs = [build_prompt_input(rank.prompts.build(s), rank.media_tokens) for s in samples]
-        answers = answer_all(rank.engines.rollout, inputs, sampling, seeds) if inputs else []
+        inputs = []
+        for sample in samples:
+            inputs.append(build_prompt_input(rank.prompts.build(sample), rank.media_tokens))
+            rank.control.touch()
+        answers = answer_all(rank.engines.rollout, inputs, sampling, seeds, rank.control.touch) if inputs else []
     for sample, responses in zip(samples, answers, strict=True):
         texts = [rank.engines.builder.decode_response(r.token_ids) for r in responses]
         finished = [r.finish_reason == "stop" for r in responses]
@@ -88,5 +93,7 @@ def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
             judged = [value for name, value in reward.parts.items() if name not in FORM_PARTS]
             sums["accuracy"] += sum(judged) > 0
             for name, value in reward.parts.items():
+                if name in OWN_FIGURES:
+                    continue
                 sums[name] = sums.get(name, 0.0) + value
     return sums

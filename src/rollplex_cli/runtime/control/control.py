@@ -74,6 +74,11 @@ class Control:
         self._doing_since = time.monotonic()
         self._num_doings += 1
 
+    def touch(self) -> None:
+        """A job outside a step got on: restarts the stall clock. Any thread."""
+        self._doing_since = time.monotonic()
+        self._num_doings += 1
+
     def tick(self) -> None:
         """Check peers and the stall clock, refresh the status file.
 
