@@ -60,7 +60,7 @@ def test_an_error_survives_the_way_through_a_status_file(tmp_path: Path, kind: t
 
 
 def test_every_error_is_tested() -> None:
-    assert len(ALL) == 17
+    assert len(ALL) == 18
 
 
 def test_foreign_exceptions_fail_the_run_with_their_name() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,19 @@ def send_signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
+
+
+def kill_processes(pids: Iterable[int], limit_s: float = 5.0) -> None:
+    """End processes without asking, and wait until they are gone."""
+    waiting, end = set(pids), time.monotonic() + limit_s
+    send_signal(waiting, signal.SIGKILL)
+    while waiting & living() and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+def living() -> set[int]:
+    """Ids of all processes, zombies left out."""
+    return set(_parents())
 
 
 def children(pid: int) -> list[int]:

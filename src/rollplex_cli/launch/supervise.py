@@ -5,19 +5,27 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.errors import RollplexError, RunFailedError, StallError
 from rollplex_cli.core.files import read_tail
-from rollplex_cli.core.status import error_of, read_prepare_status, read_status
+from rollplex_cli.core.status import ALIVE, error_of, read_prepare_status, read_status
 from rollplex_cli.launch import torchrun
 from rollplex_cli.launch.outcome import FIRST_FAILURE, interrupted, log_tail, outcome, read_statuses
 from rollplex_cli.launch.record import LaunchRecord, ended_record, new_record, read_record, write_record
 from rollplex_cli.launch.registry import remember
 from rollplex_cli.launch.run_folder import begin_start, lock_run
-from rollplex_cli.launch.subprocess import Child, children, find_processes, send_signal
+from rollplex_cli.launch.subprocess import (
+    Child,
+    children,
+    find_processes,
+    kill_processes,
+    living,
+    send_signal,
+)
 from rollplex_cli.launch.torchrun import Rendezvous, choose_port, prepare_argv, worker_argv, worker_env
 
 if TYPE_CHECKING:
@@ -184,7 +192,7 @@ def run_workers(
     Args:
         peers_failed: whether another node has lost a rank, so that those here wait in vain.
     """
-    look = _NowAndThen(lambda: peers_failed() or _has_stalled(run))
+    look = _NowAndThen(lambda: peers_failed() or _in_vain(run))
     # The launcher's log says which worker ended first: an earlier start's lines must not answer for this one.
     log.unlink(missing_ok=True)
     child = Child(argv, log=log, env=env)
@@ -193,7 +201,7 @@ def run_workers(
     finally:
         # Workers live in sessions of their own and survive a launcher that was killed. Nodes may share a machine.
         own = f"{torchrun.NODE}={env[torchrun.NODE]}"
-        send_signal(find_processes(torchrun.WORKER, str(run.root.resolve()), variable=own), signal.SIGKILL)
+        kill_processes(find_processes(torchrun.WORKER, str(run.root.resolve()), variable=own))
 
 
 class _NowAndThen:
@@ -209,10 +217,14 @@ class _NowAndThen:
         return self._answer
 
 
-def _has_stalled(run: RunFolder) -> bool:
-    """Whether a rank gave up waiting: what it waited for may keep it, too, from ending."""
-    said = (read_status(path) for path in run.status_dir.glob("rank*.json"))
-    return any(status is not None and status.error == StallError.__name__ for status in said)
+def _in_vain(run: RunFolder) -> bool:
+    """Whether the ranks wait for something that never comes: one died without a word, or says itself that it waits.
+
+    torchrun notices a death only where the others end when they are told to, and else gives them half a minute.
+    """
+    said = [status for path in run.status_dir.glob("rank*.json") if (status := read_status(path)) is not None]
+    here = [s.pid for s in said if s.state in ALIVE and s.pid is not None and s.host in ("", socket.gethostname())]
+    return any(s.error == StallError.__name__ for s in said) or (bool(here) and not set(here) <= living())
 
 
 def _child_error(said: Path, log: Path, what: str, code: int) -> RollplexError:
@@ -246,9 +258,12 @@ def _watch(
                 _tell(child, workers=launcher_log is not None)
             if launcher_log is not None and failed_at is None and (_lost_a_rank(launcher_log) or peers_failed()):
                 failed_at = time.monotonic()
-            if failed_at is not None and time.monotonic() - failed_at > LAST_WORDS_S:
-                # The others may sit in a collective that never ends.
+            waited_s = time.monotonic() - failed_at if failed_at is not None else 0.0
+            if waited_s > 2 * LAST_WORDS_S:
                 child.kill_tree()
+            elif waited_s > LAST_WORDS_S:
+                # The others may sit in a collective that never ends. torchrun has yet to say which one ended first.
+                send_signal(children(child.pid), signal.SIGKILL)
             time.sleep(TICK_S)
         on_tick()
         return code
