@@ -40,7 +40,7 @@ def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
     table.add_column("seconds, median")
     for row in rows:
         policy = row.get("policy")
-        name = printable(row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
+        name = printable(row.get("variant") or row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
         table.add_column(Text(name), justify="right")
     table.add_row("step", *(show(number(row, "step_s_median")) for row in rows))
     table.add_row("  lowest .. highest", *(_spread(row.get("step_s_spread")) for row in rows))
