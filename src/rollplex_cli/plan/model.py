@@ -18,6 +18,8 @@ but never below one head), by input columns, or not at all."""
 
 VISION_PAD = 8
 """The rollout engine pads the vision MLP's width to a multiple of this, at every degree."""
+VOCAB_PAD = 64
+"""It pads the vocabulary to a multiple of this before it cuts it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

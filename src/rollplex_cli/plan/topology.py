@@ -58,6 +58,13 @@ class Topology:
         """q, rollout replicas within one training group."""
         return self.train_tp // self.rollout_tp
 
+    def kv_groups(self, num_kv_heads: int) -> Groups:
+        """Ranks that train the same key/value heads, where they outnumber them; empty where every rank has its own."""
+        if self.train_tp <= num_kv_heads:
+            return ()
+        sharers = self.train_tp // num_kv_heads
+        return tuple(tuple(range(start, start + sharers)) for start in range(0, self.num_ranks, sharers))
+
 
 def build_topology(num_nodes: int, ranks_per_node: int, train_tp: int, rollout_tp: int) -> Topology:
     """Lay out ranks. Training groups are consecutive ranks, so that tensor parallelism stays inside a node.

@@ -17,7 +17,9 @@ VIDEO, IMAGE, VISION_START, VISION_END, END = 380, 381, 382, 383, 384
 VOCAB = 448
 
 
-def tiny_config(*, tied: bool = True, intermediate: int = 192, window: int = 112, layers: int = 2) -> Any:
+def tiny_config(
+    *, tied: bool = True, intermediate: int = 192, window: int = 112, layers: int = 2, kv_heads: int = 2
+) -> Any:
     """The demo's architecture; `window` and `intermediate` vary what the layout code has to handle."""
     from transformers import Qwen2_5_VLConfig
 
@@ -25,7 +27,7 @@ def tiny_config(*, tied: bool = True, intermediate: int = 192, window: int = 112
         "hidden_size": 128,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": kv_heads,
         "intermediate_size": 384,
         "vocab_size": VOCAB,
         "rms_norm_eps": 1e-6,

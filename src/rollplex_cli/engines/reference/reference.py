@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.actor import shard_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixState
     from rollplex_cli.rl.packing import PackedSuffix
 
@@ -25,6 +26,7 @@ class Reference:
         temperature: of the rollout, so that log-probs compare with the policy's.
         banned_token_ids: as the actor's.
         attention: as the actor's.
+        shard: this rank's share where a training group has several ranks.
     """
 
     def __init__(
@@ -34,10 +36,11 @@ class Reference:
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
         attention: str = "sdpa",
+        shard: Shard | None = None,
     ) -> None:
         hf_model.requires_grad_(False)
         self._split = SplitModel(
-            model_weights(hf_model),
+            shard_weights(hf_model, shard),
             temperature=temperature,
             banned_token_ids=banned_token_ids,
             attention=attention,

@@ -10,16 +10,18 @@ import torch
 
 from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.engines.trainer.arena import GradientArena
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.parameters import ModelWeights, model_weights
 from rollplex_cli.engines.trainer.optimizer import AdamWSettings, HostAdamW
+from rollplex_cli.engines.trainer.sharded import GradientSync
 from rollplex_cli.engines.trainer.split import SplitModel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch.distributed as dist
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.rl.losses import LossResult
     from rollplex_cli.rl.packing import PackedSuffix
@@ -69,6 +71,7 @@ class Actor:
         attention: a key of `model.attention.ATTENTION`.
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
         freeze_vision: leave the vision tower and its projector alone.
+        shard: this rank's share where a training group has several ranks; None for whole parameters.
 
     Raises ValueError where no default torch.distributed group exists.
     """
@@ -84,6 +87,7 @@ class Actor:
         attention: str = "sdpa",
         data_parallel_group: dist.ProcessGroup | None = None,
         freeze_vision: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
@@ -95,7 +99,9 @@ class Actor:
         }
         self._mode = prefix_activations
         self._arena = GradientArena(self._params)
-        self._optimizer = HostAdamW(self._params, self._arena, optimizer)
+        self.shard = shard
+        sync = GradientSync(shard, self._arena) if shard is not None else None
+        self._optimizer = HostAdamW(self._params, self._arena, optimizer, sync)
         self._engine = TrainingEngine(
             hf_model,
             self._optimizer,
@@ -105,7 +111,7 @@ class Actor:
         # The engine has broadcast rank 0's parameters by now.
         self._optimizer.read_parameters()
         self.split = SplitModel(
-            model_weights(hf_model),
+            shard_weights(hf_model, shard),
             temperature=temperature,
             banned_token_ids=banned_token_ids,
             attention=attention,
@@ -191,6 +197,26 @@ class Actor:
         self._arena.zero()
         self._optimizer.load_state_dict(state)
 
+    def optimizer_parts(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """See `HostAdamW.parts`."""
+        return self._optimizer.parts()
+
+    def restore(self, updates: int, read: Callable[[str, str], torch.Tensor]) -> None:
+        """See `HostAdamW.restore`; accumulated gradients are dropped."""
+        self._arena.zero()
+        self._optimizer.restore(updates, read)
+
+    def master_of(self, name: str) -> torch.Tensor | None:
+        """See `HostAdamW.master_of`."""
+        return self._optimizer.master_of(name)
+
     def close(self) -> None:
         """Drop the engine; the process group stays."""
         self._engine.close()
+
+
+def shard_weights(hf_model: Any, shard: Shard | None) -> ModelWeights:
+    """The forward's weights of a module: whole, or a rank's shard."""
+    if shard is None:
+        return model_weights(hf_model)
+    return model_weights(hf_model, shard.parallel, shard.plan.vocab_start)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 ALIGNMENT = 64
 """Elements. Parameters start at multiples of it, so vectorised kernels cut a flat array the same way wherever a
@@ -84,10 +84,15 @@ class GradientArena:
 
     def norm(self) -> float:
         """Global L2 norm, squares summed per block in the arena's type and over blocks in float64."""
+        return float(self.square_sum([(0, self.layout.size)]).sqrt())
+
+    def square_sum(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """Sum of squares of the elements [start, stop) of each run, a float64 scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
-        for block in self.flat.split(1 << 20):
-            total += torch.linalg.vector_norm(block).to(torch.float64).square()
-        return float(total.sqrt())
+        for start, stop in runs:
+            for block in self.flat[start:stop].split(1 << 20):
+                total += torch.linalg.vector_norm(block).to(torch.float64).square()
+        return total
 
     def check(self) -> None:
         """Assert that every gradient still lies at its place: whatever replaced one would be lost."""

@@ -13,7 +13,9 @@ from rollplex_cli.core.errors import NonFiniteError, RunFailedError
 from rollplex_cli.engines.trainer.arena import ALIGNMENT, GradientArena
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rollplex_cli.engines.trainer.sharded import GradientSync
 
 _PARTS = ("master", "exp_avg", "exp_avg_sq")
 
@@ -48,7 +50,13 @@ class HostAdamW(torch.optim.Optimizer):
     overflow = False
     """The engine asks for it; a step here is applied or raises."""
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter], arena: GradientArena, settings: AdamWSettings) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, torch.nn.Parameter],
+        arena: GradientArena,
+        settings: AdamWSettings,
+        sync: GradientSync | None = None,
+    ) -> None:
         if settings.chunk_elements <= 0 or settings.chunk_elements % ALIGNMENT:
             raise ValueError(f"chunk_elements must be a positive multiple of {ALIGNMENT}: {settings.chunk_elements}")
         decaying = [p for p in params.values() if p.dim() >= 2]
@@ -59,6 +67,7 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates = 0
         """Updates applied so far."""
         self._arena = arena
+        self._sync = sync
         self._layout = arena.layout
         self._offsets = [slot.offset for slot in self._layout.slots]
         self._named = dict(params)
@@ -87,7 +96,9 @@ class HostAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Apply one update from the gradients in the arena. `closure` is not supported."""
         assert closure is None
-        norm = self._arena.norm()
+        if self._sync is not None:
+            self._sync.synchronize()
+        norm = self._sync.norm() if self._sync is not None else self._arena.norm()
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm of update {self.updates + 1} is not finite: {norm}")
         self._global_grad_norm = norm
@@ -110,6 +121,30 @@ class HostAdamW(torch.optim.Optimizer):
     def get_grads_for_reduction(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
         """What the engine all-reduces: the arena itself, in place."""
         return [self._arena.flat], {}
+
+    def parts(self) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """(part, parameter, its values where they lie) of masters and moments, for whoever writes them to a file."""
+        for part, flat in self._flat.items():
+            for slot in self._layout.slots:
+                yield part, slot.name, self._layout.view(flat, slot)
+
+    @torch.no_grad()
+    def restore(self, updates: int, read: Callable[[str, str], torch.Tensor]) -> None:
+        """Take masters and moments from `read(part, parameter)` and write the masters into the parameters.
+
+        What `read` raises leaves the state half restored: the run cannot go on from it.
+        """
+        for part, name, place in self.parts():
+            place.copy_(read(part, name))
+        self.updates = updates
+        for group in self.param_groups:
+            group["lr"] = self.lr
+        self._write(0, self._layout.size)
+
+    def master_of(self, name: str) -> torch.Tensor | None:
+        """The master values of a parameter, in its shape, not a copy; None for one that is not trained."""
+        slot = next((slot for slot in self._layout.slots if slot.name == name), None)
+        return None if slot is None else self._layout.view(self._flat["master"], slot)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of everything needed to resume, as flat tensors: `master/<parameter>`, `exp_avg/<parameter>`,

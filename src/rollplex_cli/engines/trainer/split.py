@@ -90,7 +90,7 @@ class SplitModel:
             raise ValueError(f"temperature must be positive, not {temperature}")
         self.weights = weights
         self._temperature = temperature
-        banned = sorted(set(banned_token_ids))
+        banned = weights.vocab.of(sorted(set(banned_token_ids)))
         self._banned = torch.tensor(banned, dtype=torch.int64, device=weights.device) if banned else None
         self._attention: Attention = ATTENTION[attention]
 

@@ -1,4 +1,4 @@
-"""Where each Hugging Face parameter lives inside the rollout engine's tensors.
+"""Where each Hugging Face parameter lives inside the rollout engine's tensors, and how tensor parallelism cuts it.
 
 The engine stacks what it multiplies together: q, k and v rows in `qkv_proj`, gate and up rows in `gate_up_proj`.
 Everything else is stored whole under a shorter name.
@@ -8,26 +8,51 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
-# (pattern of a Hugging Face parameter, name in the rollout engine, position in the stack or None).
+Split = Literal["rows", "kv_rows", "vocab", "columns", "replicated"]
+"""By output rows, by key/value heads (rows, never below one head), by rows of the padded vocabulary, by input
+columns, or not at all."""
+
 _TEXT = r"model\.language_model\.layers\.(\d+)\."
 _VISION = r"model\.visual\.blocks\.(\d+)\."
-_RULES: tuple[tuple[str, str, int | None], ...] = (
-    (_TEXT + r"self_attn\.q_proj\.(weight|bias)", r"model.layers.\1.self_attn.qkv_proj.\2", 0),
-    (_TEXT + r"self_attn\.k_proj\.(weight|bias)", r"model.layers.\1.self_attn.qkv_proj.\2", 1),
-    (_TEXT + r"self_attn\.v_proj\.(weight|bias)", r"model.layers.\1.self_attn.qkv_proj.\2", 2),
-    (_TEXT + r"mlp\.gate_proj\.weight", r"model.layers.\1.mlp.gate_up_proj.weight", 0),
-    (_TEXT + r"mlp\.up_proj\.weight", r"model.layers.\1.mlp.gate_up_proj.weight", 1),
-    (r"model\.language_model\.(.+)", r"model.\1", None),
-    (_VISION + r"attn\.qkv\.(weight|bias)", r"visual.blocks.\1.attn.qkv_proj.\2", None),
-    (_VISION + r"mlp\.gate_proj\.(weight|bias)", r"visual.blocks.\1.mlp.gate_up_proj.\2", 0),
-    (_VISION + r"mlp\.up_proj\.(weight|bias)", r"visual.blocks.\1.mlp.gate_up_proj.\2", 1),
-    (r"model\.visual\.(.+)", r"visual.\1", None),
-    (r"lm_head\.weight", r"lm_head.weight", None),
+_LAYER, _BLOCK, _ATTENTION = r"model.layers.\1.", r"visual.blocks.\1.", r"model.layers.\1.self_attn."
+# (pattern of a trainer parameter, name in the rollout engine, position in the stack or None, split).
+_RULES: tuple[tuple[str, str, int | None, Split], ...] = (
+    (_TEXT + r"self_attn\.q_proj\.(weight|bias)", _ATTENTION + r"qkv_proj.\2", 0, "rows"),
+    (_TEXT + r"self_attn\.k_proj\.(weight|bias)", _ATTENTION + r"qkv_proj.\2", 1, "kv_rows"),
+    (_TEXT + r"self_attn\.v_proj\.(weight|bias)", _ATTENTION + r"qkv_proj.\2", 2, "kv_rows"),
+    (_TEXT + r"self_attn\.o_proj\.weight", _ATTENTION + "o_proj.weight", None, "columns"),
+    (_TEXT + r"mlp\.gate_proj\.weight", _LAYER + "mlp.gate_up_proj.weight", 0, "rows"),
+    (_TEXT + r"mlp\.up_proj\.weight", _LAYER + "mlp.gate_up_proj.weight", 1, "rows"),
+    (_TEXT + r"mlp\.down_proj\.weight", _LAYER + "mlp.down_proj.weight", None, "columns"),
+    (_TEXT + r"(input_layernorm|post_attention_layernorm)\.weight", _LAYER + r"\2.weight", None, "replicated"),
+    (r"model\.language_model\.norm\.weight", "model.norm.weight", None, "replicated"),
+    (r"model\.language_model\.embed_tokens\.weight", "model.embed_tokens.weight", None, "vocab"),
+    (r"lm_head\.weight", "lm_head.weight", None, "vocab"),
+    (_VISION + r"attn\.qkv\.(weight|bias)", _BLOCK + r"attn.qkv_proj.\2", None, "rows"),
+    *(
+        (_VISION + rf"attn\.qkv\.{part}\.(weight|bias)", _BLOCK + r"attn.qkv_proj.\2", part, "rows")
+        for part in range(3)
+    ),
+    (_VISION + r"attn\.proj\.weight", _BLOCK + "attn.proj.weight", None, "columns"),
+    (_VISION + r"attn\.proj\.bias", _BLOCK + "attn.proj.bias", None, "replicated"),
+    (_VISION + r"mlp\.gate_proj\.(weight|bias)", _BLOCK + r"mlp.gate_up_proj.\2", 0, "rows"),
+    (_VISION + r"mlp\.up_proj\.(weight|bias)", _BLOCK + r"mlp.gate_up_proj.\2", 1, "rows"),
+    (_VISION + r"mlp\.down_proj\.weight", _BLOCK + "mlp.down_proj.weight", None, "columns"),
+    (_VISION + r"mlp\.down_proj\.bias", _BLOCK + "mlp.down_proj.bias", None, "replicated"),
+    (_VISION + r"(norm1|norm2)\.weight", _BLOCK + r"\2.weight", None, "replicated"),
+    (r"model\.visual\.patch_embed\.proj\.weight", "visual.patch_embed.proj.weight", None, "replicated"),
+    (r"model\.visual\.merger\.ln_q\.weight", "visual.merger.ln_q.weight", None, "replicated"),
+    (r"model\.visual\.merger\.mlp\.0\.(weight|bias)", r"visual.merger.mlp.0.\1", None, "rows"),
+    (r"model\.visual\.merger\.mlp\.2\.weight", "visual.merger.mlp.2.weight", None, "columns"),
+    (r"model\.visual\.merger\.mlp\.2\.bias", "visual.merger.mlp.2.bias", None, "replicated"),
 )
 _PADDED = re.compile(_VISION + r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|down_proj\.weight)")
-_COMPILED = tuple((re.compile(pattern), target, part) for pattern, target, part in _RULES)
+_QKV = re.compile(r"(" + _VISION + r"attn\.qkv)\.(?:([012])\.)?(weight|bias)")
+_COMPILED = tuple((re.compile(pattern), target, part, split) for pattern, target, part, split in _RULES)
 
+VISION_QKV_PARTS = 3
 VOCAB_ROWS = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 """Rollout tensors whose rows may be padded beyond the vocabulary."""
 
@@ -38,17 +63,39 @@ class Location:
 
     name: str
     part: int | None
+    split: Split
 
 
 def rollout_location(hf_name: str) -> Location:
     """Where `hf_name` lives in the rollout engine. Raises KeyError for a name that no rule covers."""
-    for pattern, target, part in _COMPILED:
+    for pattern, target, part, split in _COMPILED:
         match = pattern.fullmatch(hf_name)
         if match:
-            return Location(match.expand(target), part)
+            return Location(match.expand(target), part, split)
     raise KeyError(hf_name)
 
 
 def is_padded_vision_mlp(hf_name: str) -> bool:
     """Whether the parameter's width is the padded one of the vision MLPs."""
     return _PADDED.fullmatch(hf_name) is not None
+
+
+def vision_qkv(name: str) -> tuple[str, int | None] | None:
+    """(Hugging Face tensor, part or None for the whole) of a parameter of the vision tower's stacked q, k and v;
+    None for any other. A sharded trainer holds the parts apart: `attn.qkv.0.weight` is the queries'."""
+    match = _QKV.fullmatch(name)
+    if match is None:
+        return None
+    part = match.group(3)
+    return f"{match.group(1)}.{match.group(4)}", None if part is None else int(part)
+
+
+def trainer_name(stored_name: str) -> str:
+    """Name in the Hugging Face module of a tensor stored in a checkpoint, whichever generation of names it has."""
+    if stored_name.startswith(("model.language_model.", "model.visual.", "lm_head.")):
+        return stored_name
+    if stored_name.startswith("visual."):
+        return f"model.{stored_name}"
+    if stored_name.startswith("model."):
+        return f"model.language_model.{stored_name.removeprefix('model.')}"
+    return stored_name

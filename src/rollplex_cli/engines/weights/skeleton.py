@@ -10,19 +10,19 @@ import torch
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
+from rollplex_cli.engines.weights.names import VISION_QKV_PARTS, vision_qkv
+from rollplex_cli.engines.weights.shards import ShardPlan, plan_shards
+from rollplex_cli.plan.model import VISION_PAD
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-VISION_MLP_MULTIPLE = 8
-"""The rollout engine rounds the width of the vision MLPs up to this; the added columns stay zero in training,
-because their gradients are products with zeros."""
-
 
 def padded_vision_width(width: int) -> int:
-    """Width of the vision MLPs in the rollout engine."""
-    return -(-width // VISION_MLP_MULTIPLE) * VISION_MLP_MULTIPLE
+    """Width of the vision MLPs in the rollout engine. The added columns stay zero in training, because their
+    gradients are products with zeros."""
+    return -(-width // VISION_PAD) * VISION_PAD
 
 
 def load_config(model_dir: Path) -> Any:
@@ -58,6 +58,48 @@ def build_skeleton(config: Any, dtype: torch.dtype, *, pad_vision: bool = True) 
     visual.rotary_pos_emb = type(visual.rotary_pos_emb)(visual.rotary_pos_emb.dim)
     model.tie_weights()
     return model.eval()
+
+
+def build_shards(
+    config: Any, dtype: torch.dtype, *, train_tp: int = 1, training_shard: int = 0, rollout_tp: int = 1
+) -> tuple[Any, ShardPlan]:
+    """A meta module with the parameters that one rank trains, and their plan.
+
+    At `train_tp` above 1 parameters have the shapes of the shard, and the stacked q, k and v of the vision tower are
+    three parameters, `attn.qkv.0` to `attn.qkv.2`: inside a wider rollout shard they are not neighbours. Such a module
+    is a container of parameters; its own forward does not run.
+
+    Raises:
+        UsageError: a degree that does not divide some width of the model.
+    """
+    model = build_skeleton(config, dtype)
+    shapes = parameter_shapes(model)
+    plan = plan_shards(config, shapes, train_tp=train_tp, training_shard=training_shard, rollout_tp=rollout_tp)
+    if train_tp == 1:
+        return model, plan
+    for name in shapes:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if vision_qkv(name) is None:
+            module._parameters[attribute] = _meta(plan.placements[name].box.shape, dtype)
+            continue
+        for part in range(VISION_QKV_PARTS):
+            if str(part) not in module._modules:
+                module.add_module(str(part), torch.nn.Module())
+            shape = plan.placements[f"{owner}.{part}.{attribute}"].box.shape
+            module._modules[str(part)].register_parameter(attribute, _meta(shape, dtype))
+        del module._parameters[attribute]
+    model.tie_weights()
+    return model, plan
+
+
+def parameter_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's parameters by name, in its order, tied ones once."""
+    return {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from rollplex_cli.engines.trainer.model.parallel import sharded_embedding, sharded_logprobs
 from rollplex_cli.engines.trainer.model.primitives import (
     Angles,
     compute_dtype,
@@ -51,17 +52,23 @@ def embed(
 ) -> torch.Tensor:
     """[L] ids -> [L, hidden], placeholder runs `spans` (first and last index) replaced by rows of `media`."""
     if media is None:
-        return F.embedding(token_ids, weights.embed)
+        return _words(weights, token_ids)
     pieces, text, cursor = [], [], 0
     for first, last in spans:
         text.append(token_ids[cursor:first])
         cursor = last + 1
     text.append(token_ids[cursor:])
-    words = F.embedding(torch.cat(text), weights.embed).split([len(t) for t in text])
+    words = _words(weights, torch.cat(text)).split([len(t) for t in text])
     rows = media.split([last - first + 1 for first, last in spans])
     for word, row in zip(words, rows, strict=False):
         pieces += [word, row]
     return torch.cat([*pieces, words[-1]])
+
+
+def _words(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
+    if weights.parallel.size == 1:
+        return F.embedding(token_ids, weights.embed)
+    return sharded_embedding(token_ids, weights.embed, weights.vocab, weights.parallel)
 
 
 def project_qkv(
@@ -118,13 +125,16 @@ def token_logprobs(
 ) -> torch.Tensor:
     """log p of `targets` [N] after the last layer's `hidden` [N, hidden], in max(float32, dtype), [N].
 
-    As the rollout's sampler: columns `banned` are pushed to -1e9, then logits are divided by `temperature`.
+    As the rollout's sampler: columns `banned` (of this rank's shard of the vocabulary) are pushed to -1e9, then
+    logits are divided by `temperature`.
     """
-    x = rms_norm(hidden, weights.norm, weights.text_sizes.norm_eps)
+    x = weights.parallel.enter(rms_norm(hidden, weights.norm, weights.text_sizes.norm_eps))
     logits = F.linear(x, weights.head)
     logits = logits.to(compute_dtype(logits.dtype))
     if banned is not None:
         logits = logits.index_fill(-1, banned, -1e9)
     if temperature != 1.0:
         logits = logits / temperature
+    if weights.parallel.size > 1:
+        return sharded_logprobs(logits, targets, weights.vocab, weights.parallel)
     return -F.cross_entropy(logits, targets, reduction="none")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
-from rollplex_cli.engines.trainer.model.primitives import Linear, StackedLinear
+from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel, VocabShard
+from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +20,22 @@ class DecoderWeights:
     input_norm: torch.Tensor
     qkv: StackedLinear
     kv: StackedLinear
-    output: Linear
+    output: RowLinear
     post_norm: torch.Tensor
     gate_up: StackedLinear
-    down: Linear
+    down: RowLinear
 
 
 @dataclass(frozen=True, slots=True)
 class VisionBlockWeights:
-    """One block of the vision tower. `qkv` is one matrix in the Hugging Face module."""
+    """One block of the vision tower. `qkv` is one matrix in the Hugging Face module, three in a shard of it."""
 
     norm1: torch.Tensor
-    qkv: Linear
-    output: Linear
+    qkv: StackedLinear
+    output: RowLinear
     norm2: torch.Tensor
     gate_up: StackedLinear
-    down: Linear
+    down: RowLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,15 @@ class VisionWeights:
     """[hidden, channels, temporal_patch, patch, patch], used as a [hidden, channels * ...] matrix."""
     blocks: tuple[VisionBlockWeights, ...]
     merger_norm: torch.Tensor
-    merger_in: Linear
-    merger_out: Linear
+    merger_in: StackedLinear
+    merger_out: RowLinear
+    merged_width: int
+    """Channels of the patches that are merged into one."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSizes:
-    """What the decoder forward needs from the configuration."""
+    """What the decoder forward needs from the configuration; heads are those of this rank."""
 
     num_heads: int
     num_kv_heads: int
@@ -64,7 +67,7 @@ class TextSizes:
 
 @dataclass(frozen=True, slots=True)
 class VisionSizes:
-    """What the vision forward needs from the configuration."""
+    """What the vision forward needs from the configuration; heads are those of this rank."""
 
     num_heads: int
     head_dim: int
@@ -84,10 +87,12 @@ class ModelWeights:
     layers: tuple[DecoderWeights, ...]
     norm: torch.Tensor
     head: torch.Tensor
-    """[vocab, hidden]; the same object as `embed` where the two are tied."""
+    """[vocab of this rank, hidden]; the same object as `embed` where the two are tied."""
     vision: VisionWeights
     text_sizes: TextSizes
     vision_sizes: VisionSizes
+    vocab: VocabShard
+    parallel: TensorParallel = SINGLE
 
     @property
     def dtype(self) -> torch.dtype:
@@ -100,23 +105,29 @@ class ModelWeights:
         return self.norm.device
 
 
-def model_weights(hf_model: Any) -> ModelWeights:
-    """Gather the weights of a `Qwen2_5_VLForConditionalGeneration`.
+def model_weights(hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start: int = 0) -> ModelWeights:
+    """Gather the weights of a `Qwen2_5_VLForConditionalGeneration`, or of a rank's shard of it.
 
     Call it after the parameters have reached their final memory: q/k/v and gate/up matrices that lie next to each
     other are multiplied in one go from then on. Raises UsageError for a configuration this forward does not compute.
+
+    Args:
+        parallel: the rank's place in its training group.
+        vocab_start: token id of the first row of embedding and head.
     """
     config = hf_model.config
     _check(config)
     text = hf_model.model.language_model
     return ModelWeights(
         embed=text.embed_tokens.weight,
-        layers=tuple(_decoder(layer) for layer in text.layers),
+        layers=tuple(_decoder(layer, parallel) for layer in text.layers),
         norm=text.norm.weight,
         head=hf_model.lm_head.weight,
-        vision=_vision(hf_model.model.visual),
-        text_sizes=_text_sizes(config.text_config),
-        vision_sizes=_vision_sizes(config.vision_config),
+        vision=_vision(hf_model.model.visual, parallel),
+        text_sizes=_text_sizes(config.text_config, parallel.size),
+        vision_sizes=_vision_sizes(config.vision_config, parallel.size),
+        vocab=VocabShard(vocab_start, text.embed_tokens.weight.shape[0]),
+        parallel=parallel,
     )
 
 
@@ -124,29 +135,41 @@ def _linear(module: Any) -> Linear:
     return Linear(module.weight, module.bias)
 
 
-def _decoder(layer: Any) -> DecoderWeights:
+def _row(module: Any, parallel: TensorParallel) -> RowLinear:
+    return RowLinear(module.weight, module.bias, parallel)
+
+
+def _decoder(layer: Any, parallel: TensorParallel) -> DecoderWeights:
     attention, mlp = layer.self_attn, layer.mlp
     q, k, v = _linear(attention.q_proj), _linear(attention.k_proj), _linear(attention.v_proj)
     return DecoderWeights(
         input_norm=layer.input_layernorm.weight,
-        qkv=StackedLinear.of(q, k, v),
-        kv=StackedLinear.of(k, v),
-        output=_linear(attention.o_proj),
+        qkv=StackedLinear.of(q, k, v, parallel=parallel),
+        kv=StackedLinear.of(k, v, parallel=parallel),
+        output=_row(attention.o_proj, parallel),
         post_norm=layer.post_attention_layernorm.weight,
-        gate_up=StackedLinear.of(_linear(mlp.gate_proj), _linear(mlp.up_proj)),
-        down=_linear(mlp.down_proj),
+        gate_up=StackedLinear.of(_linear(mlp.gate_proj), _linear(mlp.up_proj), parallel=parallel),
+        down=_row(mlp.down_proj, parallel),
     )
 
 
-def _vision(visual: Any) -> VisionWeights:
+def _vision_qkv(module: Any, parallel: TensorParallel) -> StackedLinear:
+    """One matrix, or a shard's three modules `0` to `2`."""
+    parts = (
+        [module] if getattr(module, "weight", None) is not None else [module.get_submodule(str(i)) for i in range(3)]
+    )
+    return StackedLinear.of(*(_linear(part) for part in parts), parallel=parallel)
+
+
+def _vision(visual: Any, parallel: TensorParallel) -> VisionWeights:
     blocks = tuple(
         VisionBlockWeights(
             norm1=block.norm1.weight,
-            qkv=_linear(block.attn.qkv),
-            output=_linear(block.attn.proj),
+            qkv=_vision_qkv(block.attn.qkv, parallel),
+            output=_row(block.attn.proj, parallel),
             norm2=block.norm2.weight,
-            gate_up=StackedLinear.of(_linear(block.mlp.gate_proj), _linear(block.mlp.up_proj)),
-            down=_linear(block.mlp.down_proj),
+            gate_up=StackedLinear.of(_linear(block.mlp.gate_proj), _linear(block.mlp.up_proj), parallel=parallel),
+            down=_row(block.mlp.down_proj, parallel),
         )
         for block in visual.blocks
     )
@@ -155,15 +178,16 @@ def _vision(visual: Any) -> VisionWeights:
         patch=visual.patch_embed.proj.weight,
         blocks=blocks,
         merger_norm=merger.ln_q.weight,
-        merger_in=_linear(merger.mlp[0]),
-        merger_out=_linear(merger.mlp[2]),
+        merger_in=StackedLinear.of(_linear(merger.mlp[0]), parallel=parallel),
+        merger_out=_row(merger.mlp[2], parallel),
+        merged_width=merger.mlp[0].weight.shape[1],
     )
 
 
-def _text_sizes(config: Any) -> TextSizes:
+def _text_sizes(config: Any, degree: int) -> TextSizes:
     return TextSizes(
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
+        num_heads=config.num_attention_heads // degree,
+        num_kv_heads=max(1, config.num_key_value_heads // degree),
         head_dim=config.hidden_size // config.num_attention_heads,
         norm_eps=config.rms_norm_eps,
         rope_theta=float(config.rope_parameters["rope_theta"]),
@@ -171,9 +195,9 @@ def _text_sizes(config: Any) -> TextSizes:
     )
 
 
-def _vision_sizes(config: Any) -> VisionSizes:
+def _vision_sizes(config: Any, degree: int) -> VisionSizes:
     return VisionSizes(
-        num_heads=config.num_heads,
+        num_heads=config.num_heads // degree,
         head_dim=config.hidden_size // config.num_heads,
         patch=config.patch_size,
         merge=config.spatial_merge_size,

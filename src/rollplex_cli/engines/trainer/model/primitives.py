@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type of norms, softmax and rotary angles for activations of `dtype`."""
@@ -32,8 +34,25 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLinear:
+    """A row-parallel map: `weight` [out, in of this rank], which may be a strided view; `bias` [out] or None, whole
+    on every rank."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    parallel: TensorParallel = SINGLE
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in of this rank] -> [..., out], whole on every rank."""
+        if self.parallel.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        out = self.parallel.leave(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+@dataclass(frozen=True, slots=True)
 class StackedLinear:
-    """Several linear maps of one input.
+    """Several column-parallel linear maps of one input (or a single one): every rank has some of the outputs.
 
     Where their weights (and biases) are consecutive rows of one matrix, as in the rollout engine's fused tensors,
     that matrix is multiplied once; autograd still sees the separate parameters.
@@ -43,19 +62,23 @@ class StackedLinear:
     weight: torch.Tensor | None
     """All rows as one view, or None where the parts are not neighbours."""
     bias: torch.Tensor | None
+    parallel: TensorParallel = SINGLE
 
     @classmethod
-    def of(cls, *parts: Linear) -> StackedLinear:
+    def of(cls, *parts: Linear, parallel: TensorParallel = SINGLE) -> StackedLinear:
         """Stack `parts`, fused if their memory allows it."""
         weight = _joined([p.weight for p in parts])
         biases = [p.bias for p in parts if p.bias is not None]
         bias = _joined(biases) if biases else None
         if biases and bias is None:
             weight = None
-        return cls(parts, weight, bias)
+        return cls(parts, weight, bias, parallel)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., sum of out_i], the parts' outputs side by side."""
+        x = self.parallel.enter(x)
+        if len(self.parts) == 1:
+            return self.parts[0](x)
         if self.weight is None:
             return torch.cat([part(x) for part in self.parts], dim=-1)
         if not torch.is_grad_enabled():

@@ -160,7 +160,7 @@ def _block_attention(
 def merge_patches(weights: ModelWeights, hidden: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
     """The projector: [N, hidden] in window order -> [N / merge^2, text hidden] in the processor's order."""
     vision = weights.vision
-    x = rms_norm(hidden, vision.merger_norm, _NORM_EPS).view(-1, vision.merger_in.weight.shape[1])
+    x = rms_norm(hidden, vision.merger_norm, _NORM_EPS).view(-1, vision.merged_width)
     out = vision.merger_out(F.gelu(vision.merger_in(x)))
     return out if layout.restore is None else out[layout.restore]
 

@@ -1,0 +1,83 @@
+"""The check of a publish: what the rollout decodes with is what the trainers wrote, everywhere.
+
+Reads every byte on the host, so it is a debug switch of a run and always on in tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.engines.weights.staged import staged
+from rollplex_cli.engines.weights.views import view_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from rollplex_cli.engines.weights.shards import ShardPlan
+
+MAX_NAMED = 6
+
+
+def check_published(
+    plan: ShardPlan,
+    rollout_params: Mapping[str, torch.Tensor],
+    master_of: Callable[[str], torch.Tensor | None],
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Compare the weights of all ranks after a publish. A collective of `group` (all ranks that train the model).
+    `master_of` gives the master of a parameter, None for one that is frozen.
+
+    Three statements, which together say that every shard holds the bytes its owner wrote: a rank's parameters are its
+    masters in their type; ranks with the same rollout shard hold the same bytes; ranks that train the same part of a
+    tensor (replicated, shared key/value heads, data parallel) have the same values.
+
+    Raises:
+        RunFailedError: on every rank, naming tensors and ranks.
+    """
+    faults = [
+        f"`{name}` is not what its master says"
+        for name, placement in plan.placements.items()
+        if not _equals_master(view_of(rollout_params[placement.home], placement), master_of(name))
+    ]
+    own = {
+        "faults": faults,
+        "homes": {f"{name}@{plan.rollout_shard}": _digest(rollout_params[name]) for name in plan.homes},
+        "trained": {
+            f"{p.tensor}@{p.box.offset}+{p.box.shape}": _digest(view_of(rollout_params[p.home], p))
+            for p in plan.placements.values()
+        },
+    }
+    ranks: list[dict[str, Any]] = [own]
+    if dist.get_world_size(group) > 1:
+        ranks = [{} for _ in range(dist.get_world_size(group))]
+        dist.all_gather_object(ranks, own, group=group)
+    found = [f"rank {rank}: {fault}" for rank, theirs in enumerate(ranks) for fault in theirs["faults"]]
+    found += _different("homes", ranks, "rollout shard") + _different("trained", ranks, "trained part")
+    if found:
+        more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+        raise RunFailedError(f"published weights are wrong: {'; '.join(found[:MAX_NAMED])}{more}")
+
+
+def _different(kind: str, ranks: list[dict[str, Any]], what: str) -> list[str]:
+    first: dict[str, tuple[int, str]] = {}
+    found = []
+    for rank, theirs in enumerate(ranks):
+        for key, digest in theirs[kind].items():
+            other, expected = first.setdefault(key, (rank, digest))
+            if digest != expected:
+                found.append(f"ranks {other} and {rank} differ in {what} `{key}`")
+    return found
+
+
+def _equals_master(view: torch.Tensor, master: torch.Tensor | None) -> bool:
+    return master is None or torch.equal(view.detach().cpu(), master.to(view.dtype).cpu())
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    data = staged(tensor).cpu().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.data, digest_size=16).hexdigest()
