@@ -32,7 +32,7 @@ OPTIONS = {
     "cancel": {"run", "--now"},
     "report": {"run", "--json"},
     "export": {"run", "--to", "--best", "--json"},
-    "profile-memory": SHARED,
+    "profile-memory": SHARED | {"--weights"},
     "profiles": set(),
     "profiles ls": {"--json"},
     "profiles show": {"name", "--resolved"},

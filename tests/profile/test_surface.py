@@ -62,6 +62,7 @@ KEYS = {
     "evaluation.num_samples",
     "evaluation.temperature",
     "evaluation.top_p",
+    "guards.check_publish",
     "guards.parity_limit",
     "guards.zero_reward_steps",
     "logging.rollouts_every",

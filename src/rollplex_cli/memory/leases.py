@@ -40,7 +40,7 @@ class ObjectStore:
         row = LIFETIMES[name]
         slot = (name, by.group)
         with self._lock:
-            if row.maker is not by.kind:
+            if by.kind not in (row.maker, row.relay):
                 raise LeaseError(f"`{by}` cannot make `{name}`, which is made by `{row.maker}`")
             if slot in self._objects:
                 raise LeaseError(f"`{name}` of group {by.group} exists already")

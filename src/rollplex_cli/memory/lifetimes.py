@@ -36,6 +36,8 @@ class Lifetime:
     users: frozenset[TaskKind]
     last_use: TaskKind | None
     per_group: bool
+    relay: TaskKind | None = None
+    """Hands the object over in the maker's place, on every rank alike, where ranks share out the making."""
 
 
 def _row(
@@ -47,10 +49,12 @@ def _row(
     last_use: TaskKind | None,
     *,
     per_group: bool,
+    relay: TaskKind | None = None,
 ) -> Lifetime:
     return Lifetime(
-        name=name, cls=cls, owner=owner, maker=maker, users=frozenset(users), last_use=last_use, per_group=per_group
-    )
+        name=name, cls=cls, owner=owner, maker=maker, users=frozenset(users), last_use=last_use, per_group=per_group,
+        relay=relay,
+    )  # fmt: skip
 
 
 _K, _C = TaskKind, ObjectClass
@@ -79,6 +83,7 @@ LIFETIMES: dict[str, Lifetime] = {
             {_K.EXCHANGE, _K.REWARD, _K.ADVANTAGE, _K.REF_SUFFIX, _K.ACTOR_SUFFIX, _K.ACTOR_PREFIX},
             _K.ACTOR_SUFFIX,
             per_group=True,
+            relay=_K.EXCHANGE,
         ),
         _row(
             "reference_boundary",

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rollplex_cli.core.units import GIB
-from rollplex_cli.plan.model import ModelShape, shard_count
+from rollplex_cli.plan.model import ModelShape
+from rollplex_cli.plan.weights import weight_sharing
 
 Phase = Literal["GENERATE", "LEARN", "UPDATE"]
 ObjectClass = Literal["permanent", "regenerable", "boundary", "phase_local"]
@@ -193,12 +194,10 @@ def _suffix_activations(inputs: MemoryInputs) -> int:
 
 
 def _weights(inputs: MemoryInputs) -> WeightBytes:
-    shape, size = inputs.shape, inputs.bytes_per_value
-    viewed = 0
-    if inputs.train_tp != inputs.rollout_tp:
-        columns = [group for group in shape.groups() if group.split == "columns"]
-        viewed = sum(shard_count(group, inputs.train_tp, shape.num_kv_heads) for group in columns)
-    total = shape.shard_parameters(inputs.train_tp)
+    sharing = weight_sharing(inputs.shape, inputs.train_tp, inputs.rollout_tp, inputs.bytes_per_value)
     return WeightBytes(
-        identical_bytes=(total - viewed) * size, view_bytes=viewed * size, rebuilt_bytes=0, extra_bytes=0
+        identical_bytes=sharing.bytes_of("identical"),
+        view_bytes=sharing.bytes_of("view"),
+        rebuilt_bytes=sharing.bytes_of("rebuilt"),
+        extra_bytes=sharing.extra_bytes,
     )

@@ -114,6 +114,13 @@ def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
         )
         yield "topology.train_tp", text
         return
+    if profile.rollout.extra_groups and topology.train_tp > topology.rollout_tp:
+        text = (
+            f"got {profile.rollout.extra_groups}, expected 0 where several rollout replicas decode for one training "
+            f"group: train_tp {topology.train_tp} / rollout_tp {topology.rollout_tp} = "
+            f"{topology.train_tp // max(1, topology.rollout_tp)} replicas"
+        )
+        yield "rollout.extra_groups", text
     degree, prompts = profile.data_parallel, profile.algorithm.prompts_per_step
     if prompts % degree:
         text = (

@@ -295,6 +295,8 @@ class GuardsProfile:
     """Largest mean absolute difference between rollout and trainer log-probs of the same tokens."""
     zero_reward_steps: PositiveInt = 10
     """Steps in a row in which every reward is zero before the run stops."""
+    check_publish: bool = False
+    """Compare the weights of all ranks, byte by byte, after every update; reads everything on the host."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -43,7 +43,7 @@ def answer_all(
 
 
 def evaluate(rank: Rank) -> dict[str, Any]:
-    """Answer the held-out samples with the evaluation's own sampling, shared out among the ranks; in phase EVALUATE.
+    """Answer the held-out samples with the evaluation's own sampling, shared out among the replicas; in phase EVALUATE.
 
     Returns `heldout_reward`, `heldout_accuracy`, `heldout_<part>` for each reward part (means over all responses),
     `heldout_tokens` and `num_samples`.
@@ -51,9 +51,11 @@ def evaluate(rank: Rank) -> dict[str, Any]:
     rank.control.go(rank.machine, Phase.EVALUATE)
     profile = rank.profile
     samples = rank.engines.task.samples(rank.run.data_dir, "heldout")[: profile.evaluation.num_samples]
-    own = samples[rank.peers.rank :: rank.peers.world_size]
+    own = samples[rank.team.replica_number :: rank.team.num_replicas]
     job = rank.rollout_lane.submit(lambda: _answer(rank, own))
     sums = rank.control.await_future(job, "evaluation")
+    if not rank.team.speaks_for_replica:
+        sums = {}
     total: dict[str, float] = {}
     for values in rank.peers.meet(f"step {rank.control.step}: evaluation", sums, rank.control.tick):
         for name, value in values.items():

@@ -64,7 +64,7 @@ def export(run: RunFolder, target: Path, *, best: bool = False) -> None:
         raise UsageError(f"the run has no checkpoint yet: {run.root}", hint="`runtime.checkpoint_every` sets how often")
     if target.is_dir() and not any(target.iterdir()):
         target.rmdir()
-    masters = {name.removeprefix(MASTER): t for name, t in found.tensors().items() if name.startswith(MASTER)}
+    masters = {name.removeprefix(MASTER) for name in found.shapes() if name.startswith(MASTER)}
     profile = load_profile(run.profile)
     dtype = getattr(torch, profile.model.dtype)
     if profile.model.freeze_vision:
@@ -75,11 +75,11 @@ def export(run: RunFolder, target: Path, *, best: bool = False) -> None:
         model.to_empty(device="cpu")
         model.tie_weights()
         params = dict(model.named_parameters())
-    if set(params) != set(masters):
-        raise RunFailedError(f"checkpoint and model differ in: {', '.join(sorted(set(params) ^ set(masters))[:5])}")
+    if set(params) != masters:
+        raise RunFailedError(f"checkpoint and model differ in: {', '.join(sorted(set(params) ^ masters)[:5])}")
     with torch.no_grad():
         for name, parameter in params.items():
-            parameter.copy_(masters[name])
+            parameter.copy_(found.read(MASTER + name))
     save_hf(model, target, run.base_dir)
     log.info("step %d exported to %s", found.step, target)
 

@@ -20,6 +20,7 @@ from rollplex_cli.runtime.output.loggers import open_loggers
 from rollplex_cli.runtime.output.rollouts import rollout_rows
 from rollplex_cli.runtime.sharing.calibrate import calibrate
 from rollplex_cli.runtime.step import run_step
+from rollplex_cli.runtime.team import saving
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -84,9 +85,9 @@ class Run:
         """
         rank, found = self.rank, checkpoint.newest(self.rank.run.checkpoints_dir)
         if found is not None:
-            load = rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(found.tensors()))
+            load = rank.trainer_lane.submit(lambda: saving.load(rank, found))
             rank.control.await_future(load, "loading the checkpoint")
-            publish = rank.rollout_lane.submit(rank.engines.rollout.publish)
+            publish = rank.rollout_lane.submit(rank.engines.publisher.publish)
             rank.control.await_future(publish, "publishing the checkpoint's weights")
             self.progress = Progress(**found.state["progress"])
             if self._oversamples:
@@ -196,7 +197,7 @@ class Run:
         if self._loggers is not None:
             self._loggers.step(row)
         every = rank.profile.logging.rollouts_every
-        if every and step % every == 0:
+        if every and step % every == 0 and rank.team.leads:  # its ranks have the same responses
             self._dump(step, result)
         self._check_rewards(step, row["reward_mean"])
 
@@ -270,17 +271,7 @@ class Run:
         if self._oversamples:
             self._drop_partial()
             intake = rank.peers.meet(f"step {step}: in flight", self._intake.to_json(), rank.control.tick)
-        if rank.peers.rank == 0:
-            with rank.events.span("checkpoint", step=step, phase=Phase.CHECKPOINT, lane="control"):
-                job = rank.trainer_lane.submit(rank.engines.actor.state_dict)
-                tensors = rank.control.await_future(job, "reading the optimizer's state")
-                state = {"progress": self.progress.to_json(), "phase": str(Phase.PUBLISH), "intake": intake}
-                keep = rank.profile.runtime.keep_checkpoints
-                write = rank.host_lane.submit(
-                    lambda: checkpoint.save(rank.run.checkpoints_dir, step, tensors, state, keep, is_best=is_best)
-                )
-                rank.control.await_future(write, "writing the checkpoint")
-        rank.peers.meet(f"step {step}: checkpoint", {}, rank.control.tick)
+        saving.save(rank, step, {"progress": self.progress.to_json(), "intake": intake}, is_best=is_best)
         self._saved = step
 
     # ---- target ------------------------------------------------------------------------------------------

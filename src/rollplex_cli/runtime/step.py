@@ -51,7 +51,7 @@ def run_step(
     """Run one step from PUBLISH to PUBLISH.
 
     Args:
-        inputs: this rank's prompts; group ids are their indices.
+        inputs: prompts of the training group; group ids are their indices.
         lengths: see `StepTasks`.
         profile: the rank's own if None; benchmarks vary what is reused.
         boundary: see `Executor`.
@@ -63,13 +63,13 @@ def run_step(
     profile = profile or rank.profile
     tasks = StepTasks(
         profile, rank.engines, rank.store, rank.theta, rank.events,
-        step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
+        team=rank.team, step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
         started=started,
     )  # fmt: skip
     in_reward = profile.algorithm.kl_in == "reward"
     graph = build_step_graph(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
-        prefix_from_rollout=profile.reuse.rollout_prefix,
+        exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
     )  # fmt: skip
     sharing = rank.sharing
     executor = Executor(
@@ -77,7 +77,9 @@ def run_step(
         sharing.around(tasks.bodies(), lambda: rank.machine.state is Phase.GENERATE),
         may_overlap=sharing.may_overlap,
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
+        channel=rank.team.channel,
     )  # fmt: skip
+    tasks.check = executor.raise_if_stopped
     executor.on_terminal = rank.store.task_ended
     tasks.report_batch = sharing.report
     begun = time.monotonic()
@@ -139,7 +141,7 @@ class _Run:
         bodies = rank.sharing.around(self.tasks.bodies(), lambda: False)
         executor = Executor(
             graph, self.schedule, rank.machine, rank.theta, bodies,
-            span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group),
+            span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), channel=rank.team.channel,
         )  # fmt: skip
         executor.on_terminal = rank.store.task_ended
         rank.control.watch(executor)
@@ -150,7 +152,7 @@ class _Run:
                 executor.wait([TaskKind.ACTOR_PREFIX_BACKWARD, TaskKind.ACTOR_SUFFIX], tick)
                 executor.drain()
                 name = f"step {self.step}: update {update}"
-                weights = rank.peers.meet(name, {"weight": learner.weight}, tick)
+                weights = rank.peers.meet(name, {"weight": learner.weight if rank.team.leads else 0}, tick)
                 self.tasks.scale = 1.0 / max(1, sum(value["weight"] for value in weights))
             with self._phase(Phase.UPDATE):
                 executor.wait([TaskKind.UPDATE], tick)
@@ -166,7 +168,7 @@ class _Run:
     def _agree_on_deviation(self) -> None:
         """The standard deviation of all rewards of the batch around their groups' means."""
         own = {"square_sum": 0.0, "count": 0}
-        for group in sorted(self.tasks.records):
+        for group in self._counted():
             rewards = self.tasks.records[group].rewards
             own["square_sum"] += centred_square_sum(rewards)
             own["count"] += len(rewards)
@@ -185,9 +187,13 @@ class _Run:
             "phase", t0, self.rank.events.now(), step=self.step, phase=phase, lane="control", group=None
         )
 
+    def _counted(self) -> list[int]:
+        """Groups that this rank reports: every rank of a training group has the same records, one of them counts."""
+        return sorted(self.tasks.records) if self.rank.team.leads else []
+
     def _agree_on_sums(self) -> StepSums:
         own = StepSums()
-        for group in sorted(self.tasks.records):
+        for group in self._counted():
             own.add_group(self.tasks.records[group])
         total = StepSums()
         for values in self.rank.peers.meet(f"step {self.step}: sums", own.to_json(), self.rank.control.tick):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.executor.executor import Executor, Fence
     from rollplex_cli.runtime.executor.theta import ThetaGuard
     from rollplex_cli.runtime.groups.intake import Started
+    from rollplex_cli.runtime.team.team import Publisher, Team
+
+BOARD_POLL_S = 0.001
+"""How often a replica that has nothing left to decode looks whether the others have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,7 @@ class Engines:
     builder: PromptBuilder
     task: Task
     scorer: Scorer
+    publisher: Publisher
 
 
 class StepTasks:
@@ -54,8 +60,9 @@ class StepTasks:
 
     Args:
         step: number of the step, 1-based.
-        first_group: global id of this rank's first group; seeds depend on global ids, so the responses to a prompt
-            do not depend on how many ranks share the step.
+        team: the training group; its replicas share out the decoding.
+        first_group: global id of the training group's first group; seeds depend on global ids, so the responses to
+            a prompt do not depend on how many ranks share the step.
         inputs: prompts by local group id.
         lengths: response lengths by local group id to replay with the end token ignored (benchmarks).
         started: where the rollout oversamples, the groups in flight by local group id.
@@ -69,6 +76,7 @@ class StepTasks:
         theta: ThetaGuard,
         events: EventWriter,
         *,
+        team: Team,
         step: int,
         first_group: int,
         inputs: Mapping[int, PromptInput],
@@ -76,6 +84,11 @@ class StepTasks:
         started: Sequence[Started] = (),
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
+        self._team = team
+        self._decoded: dict[int, GroupResult] = {}
+        """Decoded here and not yet exchanged."""
+        self.check: Callable[[], None] = lambda: None
+        """Raises if the step was stopped; for tasks that wait for other ranks."""
         self._step, self._first_group, self._inputs, self._lengths = step, first_group, inputs, lengths
         self._started = started
         self.left: list[Started] = []
@@ -95,9 +108,15 @@ class StepTasks:
         """Local group ids with their prompts, of the groups that the step finished."""
         return [(group, prompt) for group, prompt in self._inputs.items() if group in self.records]
 
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether the actor takes its boundary from the rollout: not where another replica may have decoded it."""
+        return self._profile.reuse.rollout_prefix and self._team.responses is None
+
     def bodies(self) -> dict[TaskKind, Callable[[TaskKey], Fence | None]]:
         """Bodies by kind, for the executor."""
         return {
+            TaskKind.EXCHANGE: self._exchange,
             TaskKind.REWARD: self._reward,
             TaskKind.ADVANTAGE: self._advantage,
             TaskKind.REF_PREFIX: self._ref_prefix,
@@ -121,26 +140,40 @@ class StepTasks:
         executor.run(Lane.ROLLOUT)
 
     def _decode(self, executor: Executor) -> None:
-        engine = self._engines.rollout
+        engine, board = self._engines.rollout, self._team.board
         keys = {g: TaskKey(TaskKind.DECODE, g) for g in self._inputs}
         engine.begin_step()
+        board.begin_step(self._step, len(keys))
         executor.begin_decodes(keys.values())
-        started = self._events.now()
+        started, clock = self._events.now(), 0
         in_flight = {g: s.engine_id for g, s in enumerate(self._started) if s.engine_id is not None}
         # Ids of groups that go on stay what they were; new ones must not meet them.
         ids = {g: in_flight.get(g, (self._step << 20) + g if self._started else g) for g in self._inputs}
         groups = {engine_id: g for g, engine_id in ids.items()}
         waiting = set(self._inputs)
-        engine.submit([self._request(g, ids[g]) for g in self._inputs if g not in in_flight])
+        own = self._team.own_groups(self._inputs)
+        engine.submit([self._request(g, ids[g]) for g in own if g not in in_flight])
         try:
-            while engine.has_work() and not self._enough(waiting):
-                for result in engine.step():
-                    group = groups[result.group]
+            while not board.complete and not self._enough(waiting):
+                results: list[GroupResult] = []
+                progress = engine.has_work()
+                if progress:
+                    clock += 1
+                    results = engine.step()
+                    for result in results:
+                        self._take(result, keys[groups[result.group]], started)
+                completed = [(r.decode_step, groups[r.group]) for r in results]
+                board.advance(clock, completed, finished=not engine.has_work())
+                progress |= board.listen()
+                for group in board.release():
                     waiting.discard(group)
-                    self._take(result, keys[group], started)
                     executor.complete_decode(keys[group])
-                self.report_batch(engine.num_running)
-                executor.touch()
+                if progress:
+                    self.report_batch(engine.num_running)
+                    executor.touch()
+                else:
+                    executor.raise_if_stopped()
+                    time.sleep(BOARD_POLL_S)
             if waiting:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
         except BaseException:
@@ -188,18 +221,14 @@ class StepTasks:
                 ignore_eos=lengths is not None,
             ),
             max_new_tokens=tuple(lengths) if lengths is not None else None,
-            keep_prefix=self._profile.reuse.rollout_prefix,
+            keep_prefix=self.takes_prefix,
         )
 
     def _take(self, result: GroupResult, key: TaskKey, started: float) -> None:
-        record, version = self.records[key.group], self._engines.rollout.weight_version
-        record.lengths = [len(r.token_ids) for r in result.responses]
-        record.finish = [r.finish_reason for r in result.responses]
-        record.sampled_logprobs = [x for r in result.responses for x in r.logprobs]
-        record.neg_logprob_sum = -sum(record.sampled_logprobs)
-        stale = [v != version for r in result.responses for v in r.weight_versions]
-        record.stale = stale if any(stale) else []
-        self._store.put("responses", result, key)
+        if self._team.responses is None:
+            self._hand_over(result, key)
+        else:
+            self._decoded[key.group] = result
         self._events.record(
             TaskKind.DECODE,
             started,
@@ -209,12 +238,22 @@ class StepTasks:
             lane=Lane.ROLLOUT,
             group=key.group,
             decode_step=result.decode_step,
-            tokens=record.num_tokens,
+            tokens=sum(len(r.token_ids) for r in result.responses),
             cached_tokens=sum(r.cached_tokens for r in result.responses),
         )
 
+    def _hand_over(self, result: GroupResult, key: TaskKey) -> None:
+        record, version = self.records[key.group], self._engines.rollout.weight_version
+        record.lengths = [len(r.token_ids) for r in result.responses]
+        record.finish = [r.finish_reason for r in result.responses]
+        record.sampled_logprobs = [x for r in result.responses for x in r.logprobs]
+        record.neg_logprob_sum = -sum(record.sampled_logprobs)
+        stale = [v != version for r in result.responses for v in r.weight_versions]
+        record.stale = stale if any(stale) else []
+        self._store.put("responses", result, key)
+
     def _publish(self, _key: TaskKey) -> None:
-        self._engines.rollout.publish()
+        self._engines.publisher.publish()
 
     # ---- host lane ---------------------------------------------------------------------------------------
 
@@ -224,9 +263,12 @@ class StepTasks:
         with self._store.lease("responses", key) as result:
             record.texts = [self._engines.builder.decode_response(r.token_ids) for r in result.responses]
             finished = [r.finish_reason == "stop" for r in result.responses]
-            rewards = self._engines.scorer.score(sample, record.texts, finished)
-        for reward, length in zip(rewards, record.lengths, strict=True):
-            parts = dict(reward.parts)
+
+        def find() -> list[dict[str, float]]:
+            return [dict(reward.parts) for reward in self._engines.scorer.score(sample, record.texts, finished)]
+
+        found = self._team.word.of(self._step, f"reward/{key.group}", find, self.check)
+        for parts, length in zip(found, record.lengths, strict=True):
             if algorithm.overlong_buffer_tokens:
                 parts["overlong"] = overlong_penalty(
                     length, limit, algorithm.overlong_buffer_tokens, algorithm.overlong_penalty
@@ -252,6 +294,10 @@ class StepTasks:
 
     # ---- trainer lane ------------------------------------------------------------------------------------
 
+    def _exchange(self, key: TaskKey) -> None:
+        own = self._decoded.pop(key.group, None)
+        self._hand_over(self._team.exchange_responses(key.group, self._profile.rollout.group_size, own), key)
+
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
         self._store.put("reference_boundary", self._engines.reference.prefix(self._inputs[key.group]), key)
@@ -265,11 +311,12 @@ class StepTasks:
         return _fence()
 
     def _actor_prefix(self, key: TaskKey) -> Fence | None:
-        if self.records[key.group].idle:
+        # Whether a group is idle may be known here and not yet on a rank whose collectives this one must meet.
+        if self.records[key.group].idle and self._team.channel is None:
             return None
         prompt, actor = self._inputs[key.group], self._engines.actor
         boundary = None
-        if self._profile.reuse.rollout_prefix and self.learner.update == 0:
+        if self.takes_prefix and self.learner.update == 0:
             with self._store.lease("responses", key) as result:
                 boundary = result.prefix
         state = actor.prefix(prompt) if boundary is None else actor.adopt_prefix(prompt, boundary)

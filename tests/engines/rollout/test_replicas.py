@@ -30,6 +30,19 @@ from rollplex_cli.engines.rollout.engine import SglangRollout
 engine = SglangRollout(RolloutOptions(
     model_dir=checkpoint, kv_tokens=2048, replicas=tuple(map(tuple, replicas))))
 
+from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes
+from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
+
+# What the engine has loaded by itself is what the plan of the shard would put there.
+config = load_config(checkpoint)
+reader = CheckpointReader(checkpoint, config, parameter_shapes(build_skeleton(config, torch.float32)))
+_, plan = build_shards(config, torch.float32, train_tp=2, training_shard=rank, rollout_tp=len(replicas[0]))
+theirs = engine.parameters()
+ours = {name: torch.full_like(theirs[name], 5.0) for name in plan.homes}
+fill_homes(plan, ours, reader.read)
+for name, tensor in ours.items():
+    assert torch.equal(tensor, theirs[name]), name
+
 def roll_out(seeds, length):
     settings = SamplingSettings(max_new_tokens=length, temperature=1.0, ignore_eos=True)
     engine.begin_step()
@@ -78,7 +91,7 @@ def run(folder: Path, checkpoint: Path, replicas: str) -> list[dict[str, Any]]:
 
 @pytest.mark.scenario
 def test_replicas_agree_and_are_independent(tmp_path: Path, tiny_checkpoint: Path) -> None:
-    """Two replicas of one rank, then one of two ranks: the same tokens."""
+    """Two replicas of one rank, then one of two ranks: the same tokens, and weights where the plan says."""
     apart = run(tmp_path / "apart", tiny_checkpoint, "[[0], [1]]")
     assert apart[0] == apart[1]
     assert apart[0]["total"] == 2

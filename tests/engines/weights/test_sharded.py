@@ -15,6 +15,8 @@ from rollplex_cli.engines.weights.exchange import plan_transfers
 from rollplex_cli.engines.weights.shards import Box
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, parameter_shapes
 from rollplex_cli.engines.weights.staged import whole
+from rollplex_cli.engines.weights.views import bind_views
+from rollplex_cli.plan.weights import KINDS, weight_sharing
 
 WORKER = Path(__file__).with_name("sharded_model.py")
 DEGREES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
@@ -65,6 +67,26 @@ def test_shards_cover_every_tensor(tiny: Any, train_tp: int, rollout_tp: int, kv
             expected = torch.arange(counts[placement.tensor].numel()).view(placement.full)[placement.box.slices()]
             assert torch.equal(homes[placement.home][placement.home_box.slices()], expected), placement.name
     assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize(("train_tp", "rollout_tp"), DEGREES)
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_planners_bytes_are_those_of_the_shards(tiny: Any, train_tp: int, rollout_tp: int, kv_heads: int) -> None:
+    config = tiny.config(kv_heads=kv_heads, intermediate=190, tied=False)
+    module, plan = build_shards(
+        config, torch.float32, train_tp=train_tp, training_shard=1 % train_tp, rollout_tp=rollout_tp
+    )
+    sharing = weight_sharing(plan.shape, train_tp, rollout_tp, 4)
+    assert sharing.second_copy_bytes == sum(p.numel() * 4 for p in module.parameters())
+    homes = {
+        name: torch.zeros(parts[-1].first_row + parts[-1].rows, *parts[0].box.shape[1:])
+        for name, parts in plan.homes.items()
+    }
+    found = bind_views(module, homes, plan).bytes_by_kind()
+    assert found == {kind: sharing.bytes_of(kind) for kind in KINDS}
+    q = train_tp // rollout_tp
+    sent = sum(t.rows * homes[t.home][0].numel() * 4 * (1 - t.sharers / q) for t in plan_transfers(plan))
+    assert sharing.received_bytes == sent
 
 
 def test_nothing_is_exchanged_where_nothing_differs(tiny: Any) -> None:

@@ -139,7 +139,8 @@ class HostAdamW(torch.optim.Optimizer):
         self.updates = updates
         for group in self.param_groups:
             group["lr"] = self.lr
-        self._write(0, self._layout.size)
+        self._write(0, self._layout.size, self._flat["master"])
+        self._wait()
 
     def master_of(self, name: str) -> torch.Tensor | None:
         """The master values of a parameter, in its shape, not a copy; None for one that is not trained."""

@@ -13,10 +13,13 @@ import torch
 
 from rollplex_cli.core.files import write_atomic
 from rollplex_cli.core.seeds import derive_seed
+from rollplex_cli.engines.weights.names import is_padded_vision_mlp
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from rollplex_cli.engines.weights.shards import Box, Shape
 
 MARKER = "random_weights.json"
 STANDARD_DEVIATION = 0.02
@@ -34,36 +37,37 @@ def random_seed_of(base_dir: Path) -> int | None:
     return int(json.loads(path.read_text(encoding="utf-8"))["seed"]) if path.exists() else None
 
 
-@torch.no_grad()
-def draw_weights(params: Mapping[str, torch.Tensor], seed: int, vision_width: int) -> None:
-    """Fill the rollout's tensors: matrices from N(0, 0.02^2), norms with 1, biases with 0.
+class RandomReader:
+    """Boxes of tensors that exist nowhere: matrices from N(0, 0.02^2), norms 1, biases 0, padding 0.
 
-    The columns by which the rollout widens the vision MLPs beyond `vision_width` become 0, as after loading a
-    checkpoint.
+    Every tensor is a function of the seed and its name; a rank draws it whole and keeps its box, so that the model is
+    the same under any degrees. `read` stands where `load.CheckpointReader.read` does.
 
     Args:
-        params: by SGLang name; a tied head may be present under both names.
+        full_shapes: by Hugging Face name, vision widths padded.
         vision_width: `vision_config.intermediate_size`.
+        device: where tensors are drawn.
     """
-    done: set[int] = set()
-    for name, tensor in params.items():
-        if tensor.data_ptr() in done:
-            continue
-        done.add(tensor.data_ptr())
-        if tensor.dim() == 1:
-            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        generator = torch.Generator(device=tensor.device)
-        generator.manual_seed(derive_seed(seed, f"weights/{name}"))
-        tensor.normal_(0.0, STANDARD_DEVIATION, generator=generator)
-        if name.startswith("visual.") and name.endswith("gate_up_proj.weight"):
-            for half in tensor.chunk(2):
-                half[vision_width:].zero_()
-        elif name.startswith("visual.") and name.endswith("down_proj.weight"):
-            tensor[:, vision_width:].zero_()
 
+    def __init__(self, seed: int, full_shapes: Mapping[str, Shape], vision_width: int, device: torch.device) -> None:
+        self._seed, self._shapes, self._width, self._device = seed, full_shapes, vision_width, device
+        self._last: tuple[str, torch.Tensor] | None = None
 
-def copy_of(params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A copy of every tensor; names of one tensor share one copy."""
-    copies: dict[int, torch.Tensor] = {}
-    return {name: copies.setdefault(tensor.data_ptr(), tensor.detach().clone()) for name, tensor in params.items()}
+    def read(self, tensor: str, box: Box) -> torch.Tensor:
+        """The elements of a box, float32."""
+        if self._last is None or self._last[0] != tensor:
+            self._last = None  # before the next one is drawn, not after
+            self._last = (tensor, self._draw(tensor))
+        return self._last[1][box.slices()]
+
+    def _draw(self, name: str) -> torch.Tensor:
+        out = torch.empty(self._shapes[name], device=self._device)
+        if out.dim() == 1:
+            return out.fill_(0.0 if name.endswith("bias") else 1.0)
+        generator = torch.Generator(device=self._device)
+        generator.manual_seed(derive_seed(self._seed, f"weights/{name}"))
+        out.normal_(0.0, STANDARD_DEVIATION, generator=generator)
+        if is_padded_vision_mlp(name):
+            columns = name.endswith("down_proj.weight")
+            (out[:, self._width :] if columns else out[self._width :]).zero_()
+        return out

@@ -14,14 +14,12 @@ import torch
 import torch.distributed as dist
 
 from rollplex_cli.engines.weights.staged import staged, whole
+from rollplex_cli.plan.weights import STAGING_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from rollplex_cli.engines.weights.shards import HomePart, ShardPlan
-
-STAGING_BYTES = 64 * 2**20
-"""Largest block of a column range that is staged at once, all ranks' parts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.errors import UsageError
@@ -19,15 +18,12 @@ from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
 from rollplex_cli.data.tasks import load_task
-from rollplex_cli.engines.reference.reference import Reference
-from rollplex_cli.engines.trainer.actor import Actor
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
-from rollplex_cli.engines.weights.draw import copy_of, random_seed_of
-from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
-from rollplex_cli.engines.weights.views import bind_views
+from rollplex_cli.plan.model import load_shape
+from rollplex_cli.plan.topology import build_topology, head_faults
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
+from rollplex_cli.runtime.assembly.build_trainer import build_trainer
 from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
@@ -35,9 +31,11 @@ from rollplex_cli.runtime.control.peers import Peers
 from rollplex_cli.runtime.executor.lanes import LaneThread
 from rollplex_cli.runtime.executor.phases import PhaseMachine
 from rollplex_cli.runtime.tasks import Engines
+from rollplex_cli.runtime.team.groups import build_groups
+from rollplex_cli.runtime.team.team import Publisher, Team, build_team
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from rollplex_cli.core.paths import RunFolder
@@ -78,32 +76,39 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         UsageError: a base checkpoint, task or degree that cannot be used.
     """
     profile, peers = load_profile(run.profile), control.peers
-    _check_degrees(profile)
     lanes = [LaneThread(name, partial(set_up_lane, profile, name)) for name in ("rollout", "trainer", "host")]
     rollout_lane, trainer_lane, host_lane = lanes
     events = EventWriter(run.events(peers.rank), peers.rank)
-    # One after the other, in the same order on every rank: both create process groups.
-    rollout = control.await_future(
-        rollout_lane.submit(lambda: build_rollout(profile, run.base_dir)), "building the rollout engine"
+    # One after the other, in the same order on every rank: all three create process groups.
+    joined = trainer_lane.submit(lambda: _team(profile, run, control))
+    team = control.await_future(joined, "creating process groups")
+    built = rollout_lane.submit(
+        lambda: build_rollout(profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer")
     )
+    rollout = control.await_future(built, "building the rollout engine")
     banned = tuple(getattr(rollout, "banned_token_ids", ()))
-
     params = control.await_future(rollout_lane.submit(rollout.parameters), "reading the rollout's parameters")
-    actor, reference = control.await_future(
-        trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned)), "building the trainer"
+    trainer = control.await_future(
+        trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned, team)), "building the trainer"
     )
+    publisher = Publisher(team, trainer.plan, params, rollout, trainer.actor, check=profile.guards.check_publish)
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
     scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))
     samples = task.samples(run.data_dir, "train")
     order = BatchOrder(
         len(samples), seed=derive_seed(profile.runtime.seed, "order"),
-        prompts_per_step=profile.algorithm.prompts_per_step, rank=peers.rank, num_ranks=peers.world_size,
+        prompts_per_step=profile.algorithm.prompts_per_step,
+        rank=team.place.training_group, num_ranks=team.topology.data_parallel,
     )  # fmt: skip
     cache, loader = open_data(profile, run.base_dir, builder, samples, order)
     rank = Rank(
         profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
-        engines=Engines(rollout=rollout, actor=actor, reference=reference, builder=builder, task=task, scorer=scorer),
+        engines=Engines(
+            rollout=rollout, actor=trainer.actor, reference=trainer.reference, builder=builder, task=task,
+            scorer=scorer, publisher=publisher,
+        ),
+        team=team, plan=trainer.plan,
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
         sharing=build_sharing(profile),
     )  # fmt: skip
@@ -135,44 +140,6 @@ def open_data(
     return cache, loader
 
 
-def build_trainer(
-    profile: Profile, base_dir: Path, rollout_params: Mapping[str, torch.Tensor], banned: Sequence[int]
-) -> tuple[Actor, Reference | None]:
-    """Actor on views of the rollout's parameters, and the reference on its own copy where KL needs one.
-
-    Call it on the thread that will own both; every rank at the same point.
-    """
-    dtype = getattr(torch, profile.model.dtype)
-    model = build_skeleton(load_config(base_dir), dtype)
-    bind_views(model, rollout_params)
-    settings = profile.optimizer
-    actor = Actor(
-        model,
-        optimizer=AdamWSettings(
-            lr=settings.lr,
-            warmup_steps=settings.warmup_steps,
-            betas=settings.betas,
-            eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            clip_norm=settings.clip_norm,
-            chunk_elements=settings.chunk_elements,
-        ),
-        temperature=profile.rollout.temperature,
-        banned_token_ids=banned,
-        prefix_activations=profile.schedule.prefix_activations,
-        freeze_vision=profile.model.freeze_vision,
-    )
-    if profile.algorithm.kl_coef == 0:
-        return actor, None
-    if random_seed_of(base_dir) is None:
-        frozen = load_model(base_dir, dtype).to(device_of(profile))
-    else:
-        # Nothing to load: the weights now are those of the start.
-        frozen = build_skeleton(load_config(base_dir), dtype)
-        bind_views(frozen, copy_of(rollout_params))
-    return actor, Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned)
-
-
 # The stores are defined in C++ and missing from the stubs.
 def _connect(rank: int, world_size: int) -> Any:
     """This rank's connection to the rendezvous store, which torchrun's agent holds if it says so."""
@@ -194,11 +161,20 @@ def _group_store(store: Any, namespace: str) -> Any:
     return dist.PrefixStore(f"rollplex/{namespace}/groups", store.clone())  # type: ignore[attr-defined]
 
 
-def _check_degrees(profile: Profile) -> None:
-    topology = profile.topology
-    if topology.train_tp > 1 or topology.rollout_tp > 1:
+def _team(profile: Profile, run: RunFolder, control: Control) -> Team:
+    """The rank's training group and its process groups; a collective of all ranks."""
+    wanted, shape = profile.topology, load_shape(str(run.base_dir))
+    faults = head_faults(shape, wanted.train_tp, wanted.rollout_tp)
+    if faults:
+        raise UsageError("the model cannot be split this way:" + "".join(f"\n  {fault}" for fault in faults))
+    if wanted.rollout_tp > 1 and device_of(profile) == "cuda" and profile.schedule.name != "colocate":
         raise UsageError(
-            f"tensor-parallel degrees above 1 cannot be run by this version: train {topology.train_tp}, rollout "
-            f"{topology.rollout_tp}",
-            hint="set `topology.train_tp` and `topology.rollout_tp` to 1; the plan of any degree can be printed",
+            f"training beside a rollout of several GPUs needs one launch order of their collectives, which only "
+            f"`schedule.name: colocate` has: `{profile.schedule.name}` with `topology.rollout_tp` {wanted.rollout_tp}",
+            hint="set `topology.rollout_tp` to 1, or `schedule.name` to `colocate`",
         )
+    topology = build_topology(wanted.num_nodes, wanted.ranks_per_node, wanted.train_tp, wanted.rollout_tp)
+    place = topology.places[control.peers.rank]
+    timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
+    groups = build_groups(topology, place, shape.num_kv_heads, timeout)
+    return build_team(topology, place, groups, control.peers)

@@ -7,14 +7,12 @@ import json
 import os
 from typing import TYPE_CHECKING, Literal
 
-import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
-from rollplex_cli.engines.weights.draw import draw_weights, random_seed_of
 from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 
 if TYPE_CHECKING:
@@ -30,13 +28,25 @@ def media_tokens_of(model_dir: Path) -> MediaTokens:
     return MediaTokens.from_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
 
 
-def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
-    """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point."""
-    device, drawn_from = device_of(profile), random_seed_of(model_dir)
-    engine = SglangRollout(
+def build_rollout(
+    profile: Profile,
+    model_dir: Path,
+    *,
+    replicas: tuple[tuple[int, ...], ...] | None = None,
+    weights: Literal["from_checkpoint", "from_trainer"] = "from_checkpoint",
+) -> RolloutEngine:
+    """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point.
+
+    Args:
+        replicas: global ranks of every rollout replica; None makes every rank its own.
+        weights: `from_trainer` leaves them to be written by whoever builds the trainer.
+    """
+    device = device_of(profile)
+    return SglangRollout(
         RolloutOptions(
             model_dir=model_dir,
-            load_weights=drawn_from is None,
+            replicas=replicas,
+            load_weights=weights == "from_checkpoint",
             device=device,
             gpu_index=int(os.environ.get("LOCAL_RANK", "0")),
             dtype=profile.model.dtype,
@@ -47,13 +57,6 @@ def build_rollout(profile: Profile, model_dir: Path) -> RolloutEngine:
             stream=rollout_stream() if device == "cuda" else None,
         )
     )
-    if drawn_from is not None:
-        vision = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))["vision_config"]
-        draw_weights(engine.parameters(), drawn_from, int(vision["intermediate_size"]))
-        engine.publish()
-        if device == "cuda":
-            torch.cuda.synchronize()  # whoever reads the weights next does so on another stream
-    return engine
 
 
 @contextlib.contextmanager

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.data.loader import PromptCache, PromptLoader
     from rollplex_cli.engines.inputs import MediaTokens
+    from rollplex_cli.engines.weights.shards import ShardPlan
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.control.control import Control
     from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.lanes import LaneThread
     from rollplex_cli.runtime.sharing.sharing import Sharing
     from rollplex_cli.runtime.tasks import Engines
+    from rollplex_cli.runtime.team.team import Team
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,8 +50,11 @@ class Rank:
     loader: PromptLoader
     prompts: PromptCache
     media_tokens: MediaTokens
+    team: Team
+    plan: ShardPlan
+    """Of the weights."""
     first_group: int
-    """Global id of this rank's first prompt group in a step."""
+    """Global id of the training group's first prompt group in a step."""
     sharing: Sharing
     theta: ThetaGuard = field(default_factory=ThetaGuard)
     store: ObjectStore = field(default_factory=ObjectStore)

@@ -31,6 +31,9 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool:
         """Remove a key."""
 
+    def clone(self) -> Store:
+        """Another connection to the same store."""
+
 
 class Peers:
     """Agreement among the ranks of a run. All calls come from the control thread.
@@ -48,17 +51,22 @@ class Peers:
         self._store = store
         self.rank = rank
         self.world_size = world_size
-        self._namespace = f"rollplex/{namespace}"
+        self.namespace = f"rollplex/{namespace}"
+        """Prefix of every key of this run."""
         self._meetings = 0
         self.waiting_for: int | None = None
         """Rank that an agreement waits for now."""
         self.peer_progress_at = 0.0
         """When (monotonic seconds) a rank that was waited for last showed progress."""
 
+    def another_connection(self) -> Store | None:
+        """A connection to the store for another thread; None where there is no store."""
+        return None if self._store is None else self._store.clone()
+
     def report_progress(self, mark: str) -> None:
         """Publish a mark that changes whenever this rank gets on."""
         if self._store is not None and self.world_size > 1:
-            self._store.set(f"{self._namespace}/progress/{self.rank}", mark)
+            self._store.set(f"{self.namespace}/progress/{self.rank}", mark)
 
     def meet(self, name: str, value: dict[str, Any], on_wait: Callable[[], None]) -> list[dict[str, Any]]:
         """Exchange a small JSON object with every rank; returns all of them in rank order.
@@ -92,15 +100,15 @@ class Peers:
     def announce_failure(self, message: str) -> None:
         """Tell every rank that this one cannot go on."""
         if self._store is not None:
-            key = f"{self._namespace}/failure"
+            key = f"{self.namespace}/failure"
             if not self._store.check([key]):
                 self._store.set(key, json.dumps({"rank": self.rank, "message": message}))
 
     def check_failure(self) -> None:
         """Raise PeerFailedError if another rank announced that it failed."""
-        if self._store is None or not self._store.check([f"{self._namespace}/failure"]):
+        if self._store is None or not self._store.check([f"{self.namespace}/failure"]):
             return
-        failure = json.loads(self._store.get(f"{self._namespace}/failure"))
+        failure = json.loads(self._store.get(f"{self.namespace}/failure"))
         if failure["rank"] != self.rank:
             raise PeerFailedError(f"rank {failure['rank']} failed: {failure['message']}")
 
@@ -122,7 +130,7 @@ class Peers:
     def _await(self, rank: int, key: str, on_wait: Callable[[], None]) -> None:
         assert self._store is not None
         pause_s, next_look, mark = 0.0002, 0.0, b""
-        progress = f"{self._namespace}/progress/{rank}"
+        progress = f"{self.namespace}/progress/{rank}"
         self.waiting_for = rank
         while not self._store.check([key]):
             self.check_failure()
@@ -137,4 +145,4 @@ class Peers:
         self.waiting_for = None
 
     def _key(self, number: int, rank: int) -> str:
-        return f"{self._namespace}/meet/{number}/{rank}"
+        return f"{self.namespace}/meet/{number}/{rank}"

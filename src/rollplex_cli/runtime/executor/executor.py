@@ -239,6 +239,11 @@ class Executor:
             if self._held_back and self._may_overlap():
                 self._changed.notify_all()
 
+    def raise_if_stopped(self) -> None:
+        """Raise StoppedError if the step was stopped; says nothing about progress, unlike `touch`."""
+        with self._changed:
+            self._raise_if_stopped()
+
     # ---- control -----------------------------------------------------------------------------------------
 
     def cancel_group(self, group: int) -> None:

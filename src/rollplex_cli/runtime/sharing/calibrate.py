@@ -66,7 +66,8 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     The rollout's caches are empty afterwards. Results are in the run folder's `sharing.json`.
     """
     seconds, sharing = rank.profile.schedule.calibration_s, rank.sharing
-    if sharing.streams is None or not seconds:
+    if sharing.streams is None or not seconds or rank.team.channel is not None:
+        # Ranks of one training group would have to take the same number of measurements.
         return []
     prompt = max(inputs, key=lambda i: i.num_tokens)
     largest = min(rank.profile.rollout.max_running_requests, len(inputs) * rank.profile.rollout.group_size)
