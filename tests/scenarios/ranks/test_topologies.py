@@ -1,0 +1,103 @@
+"""Tensor and data parallelism through the real command line: the results of one rank, whatever the degrees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from scenarios.support import rollplex, sets, small
+
+from rollplex_cli.core.paths import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+STEPS = 20
+TWO, FOUR = "topology.ranks_per_node=2", "topology.ranks_per_node=4"
+
+
+def arguments(root: Path, prepared: RunFolder, *overrides: str) -> list[str]:
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", "guards.check_publish=true")
+    # Clipping is off: a norm that differs in its last digit would scale the whole update.
+    more = ("optimizer.clip_norm=100.0", "rollout.max_new_tokens=6", "algorithm.kl_coef=0.05")
+    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", *sets(small(*base, *more, *overrides))]
+
+
+def train(root: Path, prepared: RunFolder, *overrides: str) -> list[dict[str, Any]]:
+    done = rollplex(*arguments(root, prepared, *overrides), timeout_s=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return rows(root)
+
+
+def rows(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RunFolder(root).metrics.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one rank, with a checkpoint at step 4."""
+    root = tmp_path_factory.mktemp("alone") / "run"
+    overrides = (f"runtime.max_steps={STEPS}", "runtime.checkpoint_every=4", "runtime.keep_checkpoints=9")
+    train(root, prepared, *overrides)
+    return root
+
+
+def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
+    assert [row["step"] for row in found] == list(range(1, steps + 1))
+    for row, other in zip(found, expected, strict=False):
+        assert row["reward_mean"] == pytest.approx(other["reward_mean"], abs=1e-9), row["step"]
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-4), row["step"]
+        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), row["step"]
+        assert row["logprob_diff_max"] < 1e-4
+        assert row["response_tokens_mean"] == other["response_tokens_mean"]
+
+
+def test_train_2_over_rollout_1_gives_the_losses_of_one_rank(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+    """Twenty steps; two replicas share out the decoding. Then the other way: what two ranks saved, one resumes, and
+    what one saved, two resume as one shard of two."""
+    overrides = ("topology.train_tp=2", "runtime.checkpoint_every=4", "runtime.keep_checkpoints=9", TWO)
+    kept = rows(alone)
+    same(train(tmp_path / "plain", prepared, *overrides, f"runtime.max_steps={STEPS}"), kept, STEPS)
+    assert kept[-1]["kl"] > 0
+    rollouts = tmp_path / "plain" / "rollouts"
+    assert [path.name for path in rollouts.iterdir()] == ["rank0.jsonl"]  # one rank speaks for the training group
+    assert len((rollouts / "rank0.jsonl").read_text().splitlines()) == STEPS * 16
+    for source, root, more in (
+        (alone, tmp_path / "to_two", (TWO, "topology.train_tp=2", "topology.rollout_tp=2")),
+        (tmp_path / "plain", tmp_path / "to_one", ()),
+    ):
+        shutil.copytree(source, root)
+        for step in range(8, STEPS + 1, 4):
+            shutil.rmtree(root / "checkpoints" / f"step-{step:06d}")
+        change_topology(root, prepared, *more)
+        done = rollplex("train", "--resume", "--run-dir", str(root), "--plain", timeout_s=300)
+        assert done.returncode == 0, done.stderr[-3000:]
+        same(rows(root), kept, 8)
+
+
+def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
+    """Rewrite a run's profile for other degrees and eight steps."""
+    from rollplex_cli.profile.dump import resolved_yaml
+    from rollplex_cli.profile.load import load_profile
+
+    given = arguments(root, prepared, *overrides, "runtime.max_steps=8")
+    (root / "profile.yaml").write_text(resolved_yaml(load_profile("tiny", given[given.index("--set") + 1 :: 2])))
+
+
+def test_four_ranks(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+    """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas."""
+    for name, train_tp in (("dp", 2), ("q", 4)):
+        overrides = (FOUR, f"topology.train_tp={train_tp}", "topology.rollout_tp=2", "runtime.max_steps=3")
+        same(train(tmp_path / name, prepared, *overrides), rows(alone), 3)
+
+
+def test_degrees_that_do_not_divide_are_named(prepared: RunFolder, tmp_path: Path) -> None:
+    done = rollplex(*arguments(tmp_path / "a", prepared, FOUR, "topology.train_tp=3"))
+    assert done.returncode == 2
+    assert "num_nodes 1 x ranks_per_node 4 = 4 ranks, 4 / train_tp 3 = 1.33 training groups" in done.stderr
+    done = rollplex(*arguments(tmp_path / "b", prepared, "topology.ranks_per_node=8", "topology.train_tp=8"))
+    assert done.returncode == 2
+    assert "4 attention heads, `topology.train_tp` is 8: 4 / 8 = 0.50 heads a rank" in done.stderr
