@@ -76,7 +76,7 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     found = [m for batch in sorted({*(b for b in BATCHES if b < largest), largest}) for m in probe.batch(batch, alone)]
     job = rank.rollout_lane.submit(rank.engines.rollout.publish)
     rank.control.await_future(job, "emptying the rollout's caches")
-    sharing.decide([_best([m for m in found if m.batch == batch]) for batch in {m.batch for m in found}])
+    sharing.decide([best_choice([m for m in found if m.batch == batch]) for batch in {m.batch for m in found}])
     rows = {"measurements": [asdict(m) for m in found], "choices": [asdict(c) for c in sharing.choices]}
     write_atomic(rank.run.sharing(rank.peers.rank), json.dumps(rows, indent=2) + "\n")
     for choice in sharing.choices:
@@ -84,7 +84,8 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     return found
 
 
-def _best(measured: Sequence[Measurement]) -> Choice:
+def best_choice(measured: Sequence[Measurement]) -> Choice:
+    """The most efficient policy of one batch, and whether it pays at all."""
     best = max(measured, key=lambda m: m.efficiency)
     return Choice(
         batch=best.batch,
