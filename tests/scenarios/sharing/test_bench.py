@@ -1,0 +1,49 @@
+"""The benchmark through the real command line, on a workload's shapes scaled down to a small model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from scenarios.support import rollplex, sets, small
+
+pytestmark = pytest.mark.scenario
+
+
+def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
+    overrides = small("rollout.max_new_tokens=16", "reuse.rollout_prefix=true", "schedule.prefix_activations=recompute")
+    done = rollplex(
+        "bench", "--profile", "tiny", *sets(overrides), "--workload", "clevrer", "--steps", "2",
+        "--policy", "auto", "--policy", "serial", "--baseline", "colocate", "--baseline", "colocate_same_work",
+        "--ablate", "early-groups", "--run-dir", str(tmp_path / "run"), "--json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout)
+    rows = {row["variant"]: row for row in result["results"]}
+    assert list(rows) == ["rollplex", "rollplex serial", "colocate", "colocate_same_work", "without early-groups"]
+    own = rows["rollplex"]
+    assert own["workload"] == "clevrer" and own["policy"] == "auto" and rows["colocate"]["policy"] == "serial"
+    assert set(own["ratio"]) == set(rows) - {"rollplex"}
+    low, high = own["ratio_ci95"]["colocate"]
+    assert low < own["ratio"]["colocate"] < high
+    assert own["tokens_per_s"] > 0 and own["peak_bytes"] is None and own["bound_ratio"] is None
+    # Prompts and lengths of a pair are the same under every variant.
+    for name, steps in result["raw"].items():
+        for mine, theirs in zip(result["raw"]["rollplex"], steps, strict=True):
+            assert mine["prompt_tokens"] == theirs["prompt_tokens"], name
+            assert mine["response_tokens_mean"] == theirs["response_tokens_mean"], name
+    assert {"hardware", "commit", "command"} <= set(result)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--policy", "mps"], "MPS divides a GPU between processes"),
+        (["--policy", "serial", "--policy", "partition:70/30"], "cannot alternate with others"),
+    ],
+)
+def test_policies_that_cannot_be_measured_are_refused(tmp_path: Path, arguments: list[str], text: str) -> None:
+    done = rollplex("bench", "--profile", "tiny", *arguments, "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert text in done.stderr
