@@ -130,7 +130,7 @@ def test_submitted_run_completes(undisturbed: Job, tmp_path: Path) -> None:
     done = rollplex("logs", job.job_id, "--rank", "1", "--lines", "1", cwd=tmp_path)
     assert re.search(rf"step {STEPS}: reward 0\.\d+, loss .* s$", done.stdout)
     assert "every rank is done" in job.log()
-    assert "Comment=it's two words\n" in slurm("scontrol", "show", "job", job.job_id)
+    assert "Comment=it's two words" in slurm("scontrol", "show", "job", job.job_id)
 
 
 def test_whatever_interrupts_a_run_it_ends_with_the_same_numbers(undisturbed: Job, tmp_path: Path) -> None:

@@ -120,6 +120,15 @@ def test_stopped_before_any_rank_had_begun(run: RunFolder) -> None:
     assert error.message == "interrupted before the first checkpoint"
 
 
+def test_a_stop_while_a_rank_was_being_loaded_is_an_interruption_whatever_the_others_say(run: RunFolder) -> None:
+    say(run, failed_rank(1, RuntimeError("Connection was likely closed")))
+    run.launcher_log.write_text(TORCHRUN_SAW.format(code=-15, rank=0))
+    error = outcome(run, 2, exit_code=1, signalled=True, port=1, num_nodes=2)
+    assert type(error) is errors.InterruptedRunError
+    error = outcome(run, 2, exit_code=1, signalled=False, port=1, num_nodes=2)
+    assert type(error) is errors.RunFailedError
+
+
 def test_a_failure_while_stopping_is_still_a_failure(run: RunFolder) -> None:
     say(run, failed_rank(0, errors.RunFailedError("disk full")), failed_rank(1, errors.InterruptedRunError("stopped")))
     error = ended(run, signalled=True)
@@ -214,3 +223,16 @@ def test_a_lost_rank_of_another_node_is_found_by_its_process(run: RunFolder) -> 
     assert type(error) is errors.RankLostError
     assert error.message.startswith("rank 2 was killed by signal 9")
     assert "\n  rank 0, step 0, phase none: something" in error.message
+
+
+def test_a_rank_that_was_ended_because_another_had_died_is_not_taken_for_it(run: RunFolder) -> None:
+    say(
+        run,
+        RankStatus(rank=0, state="running", pid=70, time=110.0),
+        RankStatus(rank=1, state="running", pid=71, time=100.0),
+    )
+    for rank in (0, 1):
+        run.node_log(rank).write_text(TORCHRUN_SAW.format(code=-9, rank=0).replace("77", str(70 + rank)))
+    error = outcome(run, 2, exit_code=1, signalled=False, port=1, num_nodes=2)
+    assert error is not None
+    assert error.message.startswith("rank 1 was killed by signal 9")

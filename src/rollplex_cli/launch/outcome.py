@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 import time
@@ -34,6 +35,8 @@ SIGNALS = {-6: "aborted", -9: "killed", -11: "crashed"}
 TAIL_LINES = 3
 AWAITED = re.compile(r"control: rank (\d+) to arrive there too")
 """How a rank says that it waits for another one and for nothing of its own."""
+STOPPED = (-signal.SIGTERM, -signal.SIGUSR2, -signal.SIGINT)
+"""Exit codes of a rank that was asked to stop while it was still being loaded."""
 MAX_RANKS_SHOWN = 8
 
 
@@ -57,7 +60,11 @@ def outcome(
     """
     statuses = read_statuses(run, num_ranks)
     silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ALIVE]
-    culprit, code = _first_failure(run, statuses, silent, num_nodes)
+    failures = _first_failures(run, num_nodes)
+    if signalled and any(code in STOPPED for code, _, _ in failures):
+        # It came before a rank could listen. What the others then complain of only follows.
+        return interrupted(run, statuses)
+    culprit, code = _culprit(failures, statuses, silent, num_nodes)
     decisive = _decisive([status for status in statuses if status is not None])
     # Where a rank ended without a word, its peers may have failed in turn, with reasons that only mirror this one.
     if culprit in silent and not signalled:
@@ -160,23 +167,39 @@ def _silent_stall(run: RunFolder, rank: int, statuses: Sequence[RankStatus | Non
     )
 
 
-def _first_failure(
-    run: RunFolder, statuses: Sequence[RankStatus | None], silent: Sequence[int], num_nodes: int
-) -> tuple[int, int]:
-    """Rank and exit code of the worker that torchrun saw end first; (-1, 0) if it saw none.
-
-    Among nodes, whose clocks differ, a rank that left no reason comes before one that did: the latter may follow.
-    """
+def _first_failures(run: RunFolder, num_nodes: int) -> list[tuple[int, int, int]]:
+    """Exit code, rank on its node and process id (-1 if unknown) of the worker that each node saw end first."""
     found = []
     for node in range(num_nodes):
         match = next((m for line in read_tail(run.node_log(node), 400) if (m := FIRST_FAILURE.search(line))), None)
         if match is not None:
-            local_rank, pid = int(match.group(2)), int(match.group(3) or -1)
-            # Node numbers of the scheduler and of torchrun differ: the process id leads to the rank.
-            by_pid = [s.rank for s in statuses if s is not None and s.pid == pid]
-            if by_pid or num_nodes == 1:
-                found.append((by_pid[0] if by_pid else local_rank, int(match.group(1))))
-    return min(found, key=lambda item: item[0] not in silent, default=(-1, 0))
+            found.append((int(match.group(1)), int(match.group(2)), int(match.group(3) or -1)))
+    return found
+
+
+def _culprit(
+    failures: Sequence[tuple[int, int, int]],
+    statuses: Sequence[RankStatus | None],
+    silent: Sequence[int],
+    num_nodes: int,
+) -> tuple[int, int]:
+    """Rank and exit code of the worker that ended first; (-1, 0) if none was seen to.
+
+    Among nodes a rank that left no reason comes before one that did: the latter may follow. Of several without a
+    reason the one that fell silent first counts: the supervisors end the others `LAST_WORDS_S` later.
+    """
+
+    def order(item: tuple[int, int]) -> tuple[bool, float]:
+        status = statuses[item[0]] if item[0] < len(statuses) else None
+        return item[0] not in silent, status.time if status is not None else math.inf
+
+    found = []
+    for code, local_rank, pid in failures:
+        # Node numbers of the scheduler and of torchrun differ: the process id leads to the rank.
+        by_pid = [s.rank for s in statuses if s is not None and s.pid == pid]
+        if by_pid or num_nodes == 1:
+            found.append((by_pid[0] if by_pid else local_rank, code))
+    return min(found, key=order, default=(-1, 0))
 
 
 def _died(run: RunFolder, rank: int, code: int, statuses: Sequence[RankStatus | None]) -> RunFailedError:
