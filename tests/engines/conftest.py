@@ -89,7 +89,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def default_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """A default process group of one rank, unless another test made one."""
     if dist.is_initialized():
