@@ -32,7 +32,7 @@ from rollplex_cli.launch.slurm.scheduler import job_state
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 
 STEPS = 16
-TIMED = ("step_s", "phase_s", "data_wait_s")
+TIMED = ("step_s", "phase_s", "data_wait_s", "data_wait_share")
 """Columns of the metrics that are times."""
 JOB = small(
     "topology.num_nodes=2",

@@ -18,7 +18,7 @@ def test_command_line_on_one_node(tmp_path: Path) -> None:
     assert argv == [
         sys.executable, "-m", "rollplex_cli.launch.elastic",
         "--master-addr=127.0.0.1", "--master-port=4711", "--max-restarts=0", "--nnodes=1", "--node-rank=0",
-        "--nproc-per-node=2", "-m", "rollplex_cli.runtime.worker", str(tmp_path),
+        "--nproc-per-node=2", "--signals-to-handle=SIGQUIT", "-m", "rollplex_cli.runtime.worker", str(tmp_path),
     ]  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def test_command_line_of_a_node_among_several(tmp_path: Path) -> None:
     flags = [part for part in argv if part.startswith("--")]
     assert flags == [
         "--max-restarts=0", "--nnodes=4", "--nproc-per-node=8", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:4711",
-        "--rdzv-id=77",
+        "--rdzv-id=77", "--signals-to-handle=SIGQUIT",
     ]  # fmt: skip
 
 

@@ -61,6 +61,8 @@ def outcome(
     statuses = read_statuses(run, num_ranks)
     silent = [rank for rank, status in enumerate(statuses) if status is None or status.state in ALIVE]
     failures = _first_failures(run, num_nodes)
+    if signalled and not any(statuses):
+        return interrupted(run, statuses)
     if signalled and any(code in STOPPED for code, _, _ in failures):
         # It came before a rank could listen. What the others then complain of only follows.
         return interrupted(run, statuses)

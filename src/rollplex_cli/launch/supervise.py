@@ -277,5 +277,10 @@ def _lost_a_rank(launcher_log: Path) -> bool:
 
 def _tell(child: Child, *, workers: bool) -> None:
     """Ask to stop: the workers themselves, since torchrun would give them 30 seconds and then kill them."""
-    targets = children(child.pid) if workers else []
-    send_signal(targets or [child.pid], signal.SIGTERM)
+    if not workers:
+        send_signal([child.pid], signal.SIGTERM)
+    elif ranks := children(child.pid):
+        send_signal(ranks, signal.SIGTERM)
+    else:
+        # Nothing has begun that could be lost.
+        child.kill_tree()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.errors import ClusterError
+from rollplex_cli.launch.elastic import ENDED_BY
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -48,6 +50,7 @@ def worker_argv(plan: Plan, run: RunFolder, rendezvous: Rendezvous) -> list[str]
             options["local-addr"] = LOOPBACK
     # A restarted worker would begin with half of its peers' state: a failed run ends and is resumed as a whole.
     options["max-restarts"] = "0"
+    options["signals-to-handle"] = signal.Signals(ENDED_BY).name
     flags = [f"--{key}={value}" for key, value in sorted(options.items())]
     return [sys.executable, "-m", "rollplex_cli.launch.elastic", *flags, "-m", WORKER, str(run.root.resolve())]
 
