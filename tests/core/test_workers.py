@@ -74,7 +74,7 @@ def test_closing_ends_busy_workers() -> None:
     pool.call(1)
     with ThreadPoolExecutor(1) as threads:
         job = threads.submit(pool.call, "hang")
-        time.sleep(0.3)
+        time.sleep(2.0)  # long enough for the call to have begun on a loaded machine, too
         pool.close()
         with pytest.raises(WorkerDiedError):
             job.result(timeout=10)

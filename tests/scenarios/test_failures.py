@@ -76,7 +76,7 @@ def test_a_stuck_reward_function_is_named(train: Train) -> None:
     assert done.returncode == 1
     assert re.search(r"the reward function has not returned for \d+ s: `reward\[\d\]` of step 1", done.stderr)
     assert "host lane: `reward[" in done.stderr
-    assert time.monotonic() - started < 90
+    assert time.monotonic() - started < 240
 
 
 def test_rollout_and_trainer_that_disagree_stop_the_run_before_the_update(train: Train, tmp_path: Path) -> None:
