@@ -1,7 +1,8 @@
 """Writes checkpoints in child processes and kills them; run by test_checkpoint.py.
 
-`kill FOLDER N`: N times a child writes checkpoint after checkpoint until it is killed at a random moment; after each
-the newest one must be whole. `full FOLDER`: a file may not grow beyond a limit.
+`kill FOLDER N`: a child writes checkpoint after checkpoint until it is killed at a random moment, again and again until
+N kills have torn a write; after every kill the newest one must be whole. `full FOLDER`: a file may not grow beyond a
+limit.
 """
 
 from __future__ import annotations
@@ -52,8 +53,10 @@ def kill(folder: Path, times: int) -> None:
     rng = random.Random(5)
     checkpoint.CHUNK_BYTES = 1 << 20
     write(folder, 1)
-    told = []
-    for _ in range(times):
+    told: list[dict[str, int | bool]] = []
+    for _ in range(20 * times):
+        if sum(kill["in_the_middle"] for kill in told) == times:
+            break
         start = verify(folder, 1)
         child = os.fork()
         if child == 0:

@@ -100,15 +100,14 @@ def test_the_best_is_kept_beyond_the_newest(tmp_path: Path) -> None:
 
 @pytest.mark.scenario
 def test_a_writer_killed_at_any_moment_of_twenty_writes(tmp_path: Path) -> None:
-    """Each kill falls into a write; the newest checkpoint is complete, whole, and never older than the last one
-    that the writer had finished."""
+    """Twenty writes are torn; after each kill, those between two writes included, the newest checkpoint is complete,
+    whole, and never older than the last one that the writer had finished."""
     done = subprocess.run(
         [sys.executable, str(WRITER), "kill", str(tmp_path), "20"], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kills = json.loads(done.stdout)
-    assert len(kills) == 20
-    assert sum(kill["in_the_middle"] for kill in kills) >= 10  # a draft was lying there: the kill interrupted a write
+    assert sum(kill["in_the_middle"] for kill in kills) == 20  # a draft was lying there
 
 
 @pytest.mark.scenario
