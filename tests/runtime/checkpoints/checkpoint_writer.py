@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.core.files import write_atomic
 from rollplex_cli.engines.weights.shards import Box
 from rollplex_cli.runtime import checkpoint
 from rollplex_cli.runtime.checkpoint import Entry
@@ -36,7 +37,7 @@ def write(folder: Path, step: int) -> None:
     checkpoint.begin(folder, step)
     files = checkpoint.write(folder, step, 0, entries)
     checkpoint.commit(folder, step, files, {"updates": step}, keep=2)
-    (folder / "finished").write_text(str(step))
+    write_atomic(folder / "finished", str(step))  # a kill may fall here, too
 
 
 def verify(folder: Path, least: int) -> int:
