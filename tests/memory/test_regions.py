@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from rollplex_cli.core.errors import RollplexError
-from rollplex_cli.core.units import MIB
+from rollplex_cli.core.units import GIB, MIB
 from rollplex_cli.memory import crash
 from rollplex_cli.memory.pinned import HostMemory
-from rollplex_cli.memory.regions import Content, Region, RegionError, RegionState, map_regions, unmap_regions
+from rollplex_cli.memory.regions import (
+    Content,
+    Region,
+    RegionError,
+    RegionState,
+    handle_bytes_for,
+    map_regions,
+    unmap_regions,
+)
 from rollplex_cli.memory.vmm.base import DriverCallError, OutOfMemoryError
 from rollplex_cli.memory.vmm.space import LiveResources, VirtualMemory
 
@@ -241,3 +249,10 @@ def test_the_crash_table_knows_every_unmapped_region_and_why(bench: Workbench) -
     del tensor
     assert bench.memory.live() == LiveResources()
     assert crash.explain(region.address) is None
+
+
+@pytest.mark.parametrize(
+    ("region", "handle"), [(MIB, 64 * MIB), (2 * GIB, 128 * MIB), (16 * GIB, GIB), (200 * GIB, GIB)]
+)
+def test_handles_grow_with_the_region_up_to_a_gibibyte(region: int, handle: int) -> None:
+    assert handle_bytes_for(region) == handle

@@ -93,8 +93,8 @@ def time_swap(manager: MemoryManager, costs: Costs, kv_bytes: int) -> float:
     pool.fill_(7)
     assert bool(pool[-1] == 7)
     assert pool.data_ptr() == region.address
-    costs.add(f"KV pool of {format_bytes(kv_bytes)}, 64 MiB handles: unmap", unmaps)
-    costs.add(f"KV pool of {format_bytes(kv_bytes)}, 64 MiB handles: map", maps)
+    costs.add(f"KV pool of {format_bytes(kv_bytes)}: unmap", unmaps)
+    costs.add(f"KV pool of {format_bytes(kv_bytes)}: map", maps)
     manager.close_region("rollout_kv")
     return (sorted(unmaps)[1] + sorted(maps)[1]) * 1000 * 20 * GIB / kv_bytes
 

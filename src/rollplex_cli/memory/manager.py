@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rollplex_cli.memory.pinned import HostMemory
 from rollplex_cli.memory.regions import (
-    DEFAULT_HANDLE_BYTES,
     Content,
     Region,
     RegionState,
@@ -107,7 +106,7 @@ class MemoryManager:
         num_bytes: int,
         *,
         content: Content = Content.UNDEFINED,
-        handle_bytes: int = DEFAULT_HANDLE_BYTES,
+        handle_bytes: int | None = None,
     ) -> Region:
         """Reserve a region; it is not mapped and costs nothing yet.
 
