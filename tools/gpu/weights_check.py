@@ -21,7 +21,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
@@ -46,15 +49,15 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def launch(arguments: argparse.Namespace) -> int:
-    """Start one process a rank and wait for all."""
+def launch(arguments: argparse.Namespace, script: str) -> int:
+    """Start one process of `script` a rank and wait for all."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as work:
         ranks = []
         for rank in range(arguments.ranks):
-            command = [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank), "--work", work]
+            command = [sys.executable, script, *sys.argv[1:], "--rank", str(rank), "--work", work]
             env = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.ranks),
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "8",
@@ -224,9 +227,25 @@ class Check:
 
     def differences(self, turn: int) -> dict[str, Any]:
         """Rollout against trainer, by prompt: tokens, mean and largest absolute difference."""
-        from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
         from rollplex_cli.engines.trainer.actor import shard_weights
         from rollplex_cli.engines.trainer.split import SplitModel
+
+        split = SplitModel(shard_weights(self.module, self.shard), banned_token_ids=tuple(self.engine.banned_token_ids))
+        found = {}
+        for name, prompt, packed, sampled in self.decoded(turn):
+            with self.torch.no_grad():
+                trained = split.suffix(split.prefix(prompt, "none"), packed).float().cpu()
+            difference = (trained - sampled).abs()
+            found[name] = {
+                "prompt_tokens": prompt.num_tokens, "tokens": len(difference),
+                "mean": float(difference.mean()), "max": float(difference.max()),
+            }  # fmt: skip
+        self.synchronize()
+        return found
+
+    def decoded(self, turn: int) -> Iterator[tuple[str, Any, Any, Any]]:
+        """(name, prompt, its packed responses, log-probs [S] the rollout gave) of each prompt, on every rank."""
+        from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
         from rollplex_cli.rl.packing import pack_suffix
         from rollplex_cli.runtime.team.responses import ResponseExchange
 
@@ -241,28 +260,17 @@ class Check:
                 for i in mine
             ]
         )
-        decoded = {}
+        results = {}
         while self.engine.has_work():
-            decoded |= {result.group: result for result in self.engine.step()}
+            results |= {result.group: result for result in self.engine.step()}
         assert self.groups.responses is not None
         exchange = ResponseExchange(self.groups.responses, range(self.arguments.ranks))
-        split = SplitModel(shard_weights(self.module, self.shard), banned_token_ids=tuple(self.engine.banned_token_ids))
-        found = {}
         for i, name in enumerate(names):
-            result = exchange.run(i, i % self.arguments.ranks, GROUP_SIZE, decoded.get(i))
+            result = exchange.run(i, i % self.arguments.ranks, GROUP_SIZE, results.get(i))
             prompt = prompts[name]
             responses = [response.token_ids for response in result.responses]
             packed = pack_suffix(prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, responses)
-            with self.torch.no_grad():
-                trained = split.suffix(split.prefix(prompt, "none"), packed).float().cpu()
-            sampled = self.torch.tensor([x for r in result.responses for x in r.logprobs])
-            difference = (trained - sampled).abs()
-            found[name] = {
-                "prompt_tokens": prompt.num_tokens, "tokens": len(difference),
-                "mean": float(difference.mean()), "max": float(difference.max()),
-            }  # fmt: skip
-        self.synchronize()
-        return found
+            yield name, prompt, packed, self.torch.tensor([x for r in result.responses for x in r.logprobs])
 
     def prompts(self, turn: int) -> dict[str, Any]:
         """A text and three clips, random."""
@@ -322,12 +330,12 @@ def report(found: dict[str, Any], arguments: argparse.Namespace) -> bool:
     return met and (arguments.device == "cpu" or found["publish_s"] < PUBLISH_LIMIT_S)
 
 
-def main() -> int:
-    """Launch, or be a rank."""
+def main(kind: type[Check] = Check, script: str = __file__) -> int:
+    """Launch `script`, or be a rank of it."""
     arguments = parse()
     if arguments.rank is None:
-        return launch(arguments)
-    check = Check(arguments)
+        return launch(arguments, script)
+    check = kind(arguments)
     found = check.run()
     good = True
     if arguments.rank == 0:
