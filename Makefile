@@ -5,6 +5,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Most of a test's time is one process that starts up. Files stay whole: their tests share runs.
+PYTEST_WORKERS ?= 2
 DEMO_ARGS ?=
 
 help: ## list the targets
@@ -17,7 +19,7 @@ demo: setup ## set up and run the main job: GRPO on a tiny model, no GPU needed
 	@$(BIN)/rollplex train --profile tiny $(DEMO_ARGS)
 
 test: setup ## set up and run all tests that need no GPU
-	@$(BIN)/python -m pytest -m "not gpu and not slurm" $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m "not gpu and not slurm" -n $(PYTEST_WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slurm: setup ## start a Slurm on this machine and run the tests that need one
 	@tools/slurm_up run $(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)

@@ -11,6 +11,13 @@ import pytest
 GOLDEN = Path(__file__).parent / "golden"
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Side by side, the files that take longest begin first, so that no worker is left alone with one at the end."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        scenarios = Path(__file__).parent / "scenarios"
+        items.sort(key=lambda item: (scenarios not in item.path.parents, item.get_closest_marker("scenario") is None))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The list of the user's runs stays as it is."""
