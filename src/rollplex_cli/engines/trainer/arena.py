@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ALIGNMENT = 64
 """Elements. Parameters start at multiples of it, so vectorised kernels cut a flat array the same way wherever a
@@ -53,6 +54,17 @@ class FlatLayout:
     def view(self, flat: torch.Tensor, slot: Slot) -> torch.Tensor:
         """The part of a flat array that belongs to `slot`, in the parameter's shape."""
         return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """(slot, its first, its end) of every parameter with elements in [start, stop), cut to it; in flat
+        coordinates."""
+        index = max(bisect_right(self.slots, start, key=lambda slot: slot.offset) - 1, 0)
+        for slot in self.slots[index:]:
+            if slot.offset >= stop:
+                return
+            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if low < high:
+                yield slot, low, high
 
 
 class GradientArena:
