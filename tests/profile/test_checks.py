@@ -55,6 +55,11 @@ CASES = [
         ["optimizer.betas=[0.9, 1]"],
         "--set optimizer.betas=[0.9, 1]: optimizer.betas.1: got 1.0, expected a number below 1",
     ),
+    (
+        ["optimizer.master=split"],
+        "--set optimizer.master=split: optimizer.master: got `split`, expected `full` with `model.dtype: float32`: "
+        "weights in float32 are their own masters, no bits are left for the host to keep",
+    ),
 ]
 
 

@@ -83,6 +83,7 @@ KEYS = {
     "optimizer.clip_norm",
     "optimizer.eps",
     "optimizer.lr",
+    "optimizer.master",
     "optimizer.warmup_steps",
     "optimizer.weight_decay",
     "reuse.rollout_prefix",

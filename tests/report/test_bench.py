@@ -52,3 +52,18 @@ def test_it_fits_a_narrow_terminal() -> None:
 
 def test_an_empty_result_says_so() -> None:
     assert "no results" in shown({})
+
+
+def test_the_update_stands_against_the_link() -> None:
+    update = {
+        "update_s_median": 0.5,
+        "to_device_bytes": 12 << 30,
+        "to_host_bytes": 12 << 30,
+        "link": {"to_device": 55e9, "to_host": 55e9, "both": 57.3e9},
+        "link_s": 0.45,
+        "ratio": 1.111,
+    }
+    text = " ".join(shown({**RESULT, "update": update}).split())
+    assert "update: 0.500 s for 12.0 GiB to the device and 12.0 GiB back; the link, 57.3 GB/s both ways" in text
+    assert "allows 0.450 s: 1.11 times that" in text
+    assert "update:" not in shown({**RESULT, "update": {**update, "link": None, "link_s": None, "ratio": None}})

@@ -38,6 +38,12 @@ def faults(profile: Profile) -> Iterator[tuple[str, str]]:
     yield from _topology(profile)
     yield from _lengths(profile)
     yield from _schedule(profile)
+    if profile.optimizer.master == "split" and profile.model.dtype == "float32":
+        text = (
+            "got `split`, expected `full` with `model.dtype: float32`: weights in float32 are their own masters, no "
+            "bits are left for the host to keep"
+        )
+        yield "optimizer.master", text
 
 
 def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:

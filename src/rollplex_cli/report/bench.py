@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from rollplex_cli.core.units import format_bytes
 from rollplex_cli.report.series import number, printable, show
 
 if TYPE_CHECKING:
@@ -32,7 +33,21 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
         _workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads
     ]
     facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
+    facts += _update(result)
     return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
+
+
+def _update(result: dict[str, Any]) -> list[str]:
+    """What the optimizer's update moved over the link to the host, and how near to the link's rate."""
+    moved, back = number(result, "update.to_device_bytes"), number(result, "update.to_host_bytes")
+    seconds, both = number(result, "update.update_s_median"), number(result, "update.link.both")
+    least, ratio = number(result, "update.link_s"), number(result, "update.ratio")
+    if not moved or back is None or seconds is None or both is None or least is None or ratio is None:
+        return []
+    return [
+        f"update: {seconds:.3f} s for {format_bytes(moved)} to the device and {format_bytes(back)} back; the link, "
+        f"{both / 1e9:.1f} GB/s both ways together, allows {least:.3f} s: {ratio:.2f} times that"
+    ]
 
 
 def _workload(name: str, rows: list[dict[str, Any]]) -> Table:

@@ -17,7 +17,7 @@ import torch
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.engines.rollout.base import SamplingSettings
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.supervised import SupervisedTrainer
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config
 from rollplex_cli.engines.weights.views import bind_views

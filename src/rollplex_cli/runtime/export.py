@@ -52,6 +52,7 @@ def export(run: RunFolder, target: Path, *, best: bool = False) -> None:
 
     from rollplex_cli.engines.trainer.actor import is_vision
     from rollplex_cli.engines.weights.export import save_hf
+    from rollplex_cli.engines.weights.rounding import rounded
     from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
     from rollplex_cli.runtime import checkpoint
 
@@ -79,7 +80,7 @@ def export(run: RunFolder, target: Path, *, best: bool = False) -> None:
         raise RunFailedError(f"checkpoint and model differ in: {', '.join(sorted(set(params) ^ masters)[:5])}")
     with torch.no_grad():
         for name, parameter in params.items():
-            parameter.copy_(found.read(MASTER + name))
+            parameter.copy_(rounded(found.read(MASTER + name), dtype))
     save_hf(model, target, run.base_dir)
     log.info("step %d exported to %s", found.step, target)
 

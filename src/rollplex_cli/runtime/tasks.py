@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -374,6 +374,11 @@ class StepTasks:
     def _update(self, key: TaskKey) -> Fence | None:
         with self._theta.write(str(key)):
             self.outcome = self._engines.actor.update(self.scale)
+        ended, stats = self._events.now(), asdict(self.outcome.stats)
+        started = ended - stats.pop("seconds")
+        self._events.record(
+            "optimizer", started, ended, step=self._step, phase="UPDATE", lane=Lane.TRAINER, group=None, **stats
+        )
         return _fence()
 
     def _pack(self, group: int, result: GroupResult) -> PackedSuffix:

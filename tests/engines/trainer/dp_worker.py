@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import conftest as tiny
 
 from rollplex_cli.engines.trainer.actor import Actor
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.rl.losses import LossSettings, policy_loss
 from rollplex_cli.rl.packing import pack_suffix
 

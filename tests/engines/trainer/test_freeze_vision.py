@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rollplex_cli.engines.trainer.actor import Actor, is_vision
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.rl.losses import LossSettings, policy_loss
 from rollplex_cli.rl.packing import pack_suffix
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex_cli.core.errors import NonFiniteError
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.supervised import SupervisedTrainer
 
 

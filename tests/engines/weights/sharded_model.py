@@ -20,10 +20,11 @@ import conftest as tiny
 
 from rollplex_cli.core.errors import RunFailedError
 from rollplex_cli.engines.trainer.actor import Actor, shard_weights
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
 from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 from rollplex_cli.engines.trainer.model.parameters import model_weights
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings, HostAdamW
 from rollplex_cli.engines.trainer.sharded import GradientSync, Shard
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.engines.weights.check import check_published
@@ -158,7 +159,7 @@ class Alone:
     def __init__(self, model: Any) -> None:
         self._params = dict(model.named_parameters())
         self._arena = GradientArena(self._params)
-        self._optimizer = HostAdamW(self._params, self._arena, ADAMW)
+        self._optimizer = StreamingAdamW(self._params, self._arena, ADAMW)
         self._split = SplitModel(model_weights(model), banned_token_ids=(tiny.VIDEO, tiny.IMAGE))
 
     def named_parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -233,7 +234,7 @@ def publishes(rank: int) -> None:
     assert all(torch.equal(foreign[h], home) for h, home in sharded.homes.items())
     exchange = Exchange(sharded.plan, sharded.homes, groups.exchange)
     exchange.run()
-    check_published(sharded.plan, sharded.homes, actor.master_of, None)
+    check_published(sharded.plan, sharded.homes, actor.masters_of, None)
     alone = Alone(tiny.tiny_model(kv_heads=1, tied=False))
     start = {name: home.clone() for name, home in sharded.homes.items()}
     for step in range(20):
@@ -241,7 +242,7 @@ def publishes(rank: int) -> None:
         both = torch.tensor([loss], dtype=torch.float64)
         dist.all_reduce(both, group=groups.data)
         exchange.run()
-        check_published(sharded.plan, sharded.homes, actor.master_of, None)
+        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
         told = torch.tensor(train_step(alone, step, lambda _: True) if rank == 0 else (0.0, 0.0), dtype=torch.float64)
         dist.broadcast(told, src=0)
         expected, expected_norm = told.tolist()
@@ -266,11 +267,11 @@ def mutations(sharded: Sharded, actor: Actor, exchange: Exchange) -> None:
 
     def fails() -> None:
         with pytest.raises(RunFailedError, match="published weights are wrong"):
-            check_published(sharded.plan, sharded.homes, actor.master_of, None)
+            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
 
     def restore() -> None:
         exchange.run()
-        check_published(sharded.plan, sharded.homes, actor.master_of, None)
+        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
 
     hows = {transfer.how for transfer in exchange.transfers}
     assert hows == {"rows", "columns"}, hows
@@ -307,10 +308,10 @@ def drift(rank: int) -> None:
             train_step(actor, step, lambda _: True)
             exchange.run()
             if step == 0:
-                check_published(sharded.plan, sharded.homes, actor.master_of, None)
+                check_published(sharded.plan, sharded.homes, actor.masters_of, None)
                 setattr(actor._optimizer._sync, left_out, [])
         with pytest.raises(RunFailedError, match="published weights are wrong"):
-            check_published(sharded.plan, sharded.homes, actor.master_of, None)
+            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
         actor.close()
 
 

@@ -14,7 +14,7 @@ from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.base import GroupRequest, GroupResult, SamplingSettings
 from rollplex_cli.engines.rollout.engine import SglangRollout
 from rollplex_cli.engines.trainer.actor import Actor
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.weights.export import save_hf
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, load_model
 from rollplex_cli.engines.weights.views import bind_views, check_views

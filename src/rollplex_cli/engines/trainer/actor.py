@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollplex_cli.core.errors import NonFiniteError
+from rollplex_cli.engines.trainer.adamw.ranges import data_parallel_of
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
 from rollplex_cli.engines.trainer.model.parameters import ModelWeights, model_weights
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings, HostAdamW
 from rollplex_cli.engines.trainer.sharded import GradientSync
 from rollplex_cli.engines.trainer.split import SplitModel
 
@@ -21,8 +23,11 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
+    from rollplex_cli.engines.weights.shards import Box
+    from rollplex_cli.memory.pinned import HostMemory
     from rollplex_cli.rl.losses import LossResult
     from rollplex_cli.rl.packing import PackedSuffix
 
@@ -49,6 +54,8 @@ class UpdateOutcome:
     """Global norm of the averaged gradient before clipping."""
     lr: float
     applied: bool
+    stats: UpdateStats
+    """What it moved, and how long that took."""
 
 
 def is_vision(name: str) -> bool:
@@ -72,8 +79,11 @@ class Actor:
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
         freeze_vision: leave the vision tower and its projector alone.
         shard: this rank's share where a training group has several ranks; None for whole parameters.
+        host: page-locked memory within a budget, for the optimizer's state; None takes PyTorch's.
+        staging: device memory for the duration of an update (`StreamingAdamW`); None takes it from PyTorch.
 
-    Raises ValueError where no default torch.distributed group exists.
+    Raises ValueError where no default torch.distributed group exists, DoesNotFitError where the optimizer's state
+    does not fit the host.
     """
 
     def __init__(
@@ -88,6 +98,8 @@ class Actor:
         data_parallel_group: dist.ProcessGroup | None = None,
         freeze_vision: bool = False,
         shard: Shard | None = None,
+        host: HostMemory | None = None,
+        staging: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
@@ -101,7 +113,15 @@ class Actor:
         self._arena = GradientArena(self._params)
         self.shard = shard
         sync = GradientSync(shard, self._arena) if shard is not None else None
-        self._optimizer = HostAdamW(self._params, self._arena, optimizer, sync)
+        self._optimizer = StreamingAdamW(
+            self._params,
+            self._arena,
+            optimizer,
+            sync,
+            data_parallel=data_parallel_of(data_parallel_group),
+            host=host,
+            staging=staging,
+        )
         self._engine = TrainingEngine(
             hf_model,
             self._optimizer,
@@ -182,14 +202,17 @@ class Actor:
         # The engine averages over ranks; a sum is wanted.
         self._arena.scale(scale * self._engine.data_parallel_size)
         self._engine.step()
-        return UpdateOutcome(grad_norm=self._optimizer.grad_norm, lr=rate, applied=True)
+        stats = self._optimizer.stats
+        assert stats is not None
+        return UpdateOutcome(grad_norm=self._optimizer.grad_norm, lr=rate, applied=True, stats=stats)
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated (an interrupted step)."""
         self._arena.zero()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Everything needed to resume bit-equal, as named tensors (`HostAdamW.state_dict`)."""
+        """Everything needed to resume bit-equal, as named tensors (`StreamingAdamW.state_dict`). Collective over
+        data-parallel ranks, as is `load_state_dict`."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -197,22 +220,28 @@ class Actor:
         self._arena.zero()
         self._optimizer.load_state_dict(state)
 
-    def optimizer_parts(self) -> Iterator[tuple[str, str, torch.Tensor]]:
-        """See `HostAdamW.parts`."""
+    def optimizer_parts(self) -> Iterator[tuple[str, str, Box, torch.Tensor]]:
+        """See `StreamingAdamW.parts`."""
         return self._optimizer.parts()
 
-    def restore(self, updates: int, read: Callable[[str, str], torch.Tensor]) -> None:
-        """See `HostAdamW.restore`; accumulated gradients are dropped."""
+    def restore(self, updates: int, read: Callable[[str, str, Box], torch.Tensor]) -> None:
+        """See `StreamingAdamW.restore`; accumulated gradients are dropped. Collective over data-parallel ranks."""
         self._arena.zero()
         self._optimizer.restore(updates, read)
 
-    def master_of(self, name: str) -> torch.Tensor | None:
-        """See `HostAdamW.master_of`."""
-        return self._optimizer.master_of(name)
+    def masters_of(self, name: str) -> Iterator[tuple[Box, torch.Tensor]]:
+        """See `StreamingAdamW.masters_of`."""
+        return self._optimizer.masters_of(name)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory that `update` holds beside weights and gradients."""
+        return self._optimizer.staging_bytes
 
     def close(self) -> None:
-        """Drop the engine; the process group stays."""
+        """Drop the engine and the optimizer's state; the process group stays."""
         self._engine.close()
+        self._optimizer.close()
 
 
 def shard_weights(hf_model: Any, shard: Shard | None) -> ModelWeights:

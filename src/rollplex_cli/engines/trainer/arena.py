@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 ALIGNMENT = 64
 """Elements. Parameters start at multiples of it, so vectorised kernels cut a flat array the same way wherever a
 chunk that is a multiple of it begins."""
+
+_BLOCK = 1 << 20
+"""Elements whose squares are summed in the arena's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,17 @@ class FlatLayout:
         """The part of a flat array that belongs to `slot`, in the parameter's shape."""
         return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
+    def overlaps(self, start: int, stop: int) -> Iterator[tuple[Slot, int, int]]:
+        """(slot, its first, its end) of every parameter with elements in [start, stop), cut to it; in flat
+        coordinates."""
+        index = max(bisect_right(self.slots, start, key=lambda slot: slot.offset) - 1, 0)
+        for slot in self.slots[index:]:
+            if slot.offset >= stop:
+                return
+            low, high = max(start, slot.offset), min(stop, slot.offset + slot.numel)
+            if low < high:
+                yield slot, low, high
+
 
 class GradientArena:
     """One flat array whose views are the parameters' `.grad`; backward accumulates into it in place.
@@ -90,8 +105,11 @@ class GradientArena:
         """Sum of squares of the elements [start, stop) of each run, a float64 scalar."""
         total = torch.zeros((), dtype=torch.float64, device=self.flat.device)
         for start, stop in runs:
-            for block in self.flat[start:stop].split(1 << 20):
-                total += torch.linalg.vector_norm(block).to(torch.float64).square()
+            blocks = self.flat[start:stop].split((stop - start) // _BLOCK * _BLOCK or stop - start)
+            for run in blocks:
+                # All whole blocks in one call: thousands of small kernels would take as long as a tenth of an update.
+                rows = run.view(-1, _BLOCK) if len(run) % _BLOCK == 0 else run.view(1, -1)
+                total += torch.linalg.vector_norm(rows, dim=1).to(torch.float64).square().sum()
         return total
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from rollplex_cli.engines.trainer.optimizer import HostAdamW
+    from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 
 _COMMUNICATION_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -34,7 +34,7 @@ class TrainingEngine:
     def __init__(
         self,
         hf_model: Any,
-        optimizer: HostAdamW,
+        optimizer: StreamingAdamW,
         *,
         reduction_dtype: torch.dtype,
         data_parallel_group: dist.ProcessGroup | None = None,
@@ -88,7 +88,7 @@ class _Groups:
         return 0
 
 
-def _initialize(hf_model: Any, optimizer: HostAdamW, reduction_dtype: torch.dtype, groups: _Groups) -> Any:
+def _initialize(hf_model: Any, optimizer: StreamingAdamW, reduction_dtype: torch.dtype, groups: _Groups) -> Any:
     device = next(hf_model.parameters()).device.type
     if device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollplex_cli.core.errors import NonFiniteError
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
 from rollplex_cli.engines.trainer.model.parameters import model_weights
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings, HostAdamW
 from rollplex_cli.engines.trainer.split import SplitModel
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class SupervisedTrainer:
     def __init__(self, hf_model: Any, settings: AdamWSettings) -> None:
         params = dict(hf_model.named_parameters())
         self._arena = GradientArena(params)
-        self._optimizer = HostAdamW(params, self._arena, settings)
+        self._optimizer = StreamingAdamW(params, self._arena, settings)
         self._split = SplitModel(model_weights(hf_model))
 
     def step(self, prompts: Sequence[PromptInput], targets: Sequence[Sequence[int]]) -> SupervisedOutcome:

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.engines.weights.rounding import rounded
 from rollplex_cli.engines.weights.staged import staged
 from rollplex_cli.engines.weights.views import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from rollplex_cli.engines.weights.shards import ShardPlan
+    from rollplex_cli.engines.weights.shards import Box, ShardPlan
 
 MAX_NAMED = 6
 
@@ -26,15 +27,15 @@ MAX_NAMED = 6
 def check_published(
     plan: ShardPlan,
     rollout_params: Mapping[str, torch.Tensor],
-    master_of: Callable[[str], torch.Tensor | None],
+    masters_of: Callable[[str], Iterable[tuple[Box, torch.Tensor]]],
     group: dist.ProcessGroup | None,
 ) -> None:
     """Compare the weights of all ranks after a publish. A collective of `group` (all ranks that train the model).
-    `master_of` gives the master of a parameter, None for one that is frozen.
+    `masters_of` gives boxes of a parameter with their masters: those that this rank holds, none for a frozen one.
 
     Three statements, which together say that every shard holds the bytes its owner wrote: a rank's parameters are its
-    masters in their type; ranks with the same rollout shard hold the same bytes; ranks that train the same part of a
-    tensor (replicated, shared key/value heads, data parallel) have the same values.
+    masters rounded to their type; ranks with the same rollout shard hold the same bytes; ranks that train the same
+    part of a tensor (replicated, shared key/value heads, data parallel) have the same values.
 
     Raises:
         RunFailedError: on every rank, naming tensors and ranks.
@@ -42,7 +43,7 @@ def check_published(
     faults = [
         f"`{name}` is not what its master says"
         for name, placement in plan.placements.items()
-        if not _equals_master(view_of(rollout_params[placement.home], placement), master_of(name))
+        if not _equals_masters(view_of(rollout_params[placement.home], placement), masters_of(name))
     ]
     own = {
         "faults": faults,
@@ -74,8 +75,10 @@ def _different(kind: str, ranks: list[dict[str, Any]], what: str) -> list[str]:
     return found
 
 
-def _equals_master(view: torch.Tensor, master: torch.Tensor | None) -> bool:
-    return master is None or torch.equal(view.detach().cpu(), master.to(view.dtype).cpu())
+def _equals_masters(view: torch.Tensor, masters: Iterable[tuple[Box, torch.Tensor]]) -> bool:
+    return all(
+        torch.equal(view.detach()[box.slices()].cpu(), rounded(master, view.dtype).cpu()) for box, master in masters
+    )
 
 
 def _digest(tensor: torch.Tensor) -> str:

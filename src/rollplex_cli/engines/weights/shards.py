@@ -61,6 +61,10 @@ class Box:
         shape = tuple(h - o for h, o in zip(high, low, strict=True))
         return Box(low, shape) if all(size > 0 for size in shape) else None
 
+    def moved(self, by: Shape) -> Box:
+        """The box of the same elements in coordinates whose origin lies `by` before this one's."""
+        return Box(tuple(o + b for o, b in zip(self.offset, by, strict=True)), self.shape)
+
     def contains(self, other: Box) -> bool:
         """Whether `other` lies within this box."""
         return self.intersection(other) == other

@@ -24,7 +24,13 @@ from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
 from rollplex_cli.runtime.assembly.build_trainer import build_trainer
-from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
+from rollplex_cli.runtime.assembly.devices import (
+    backend_of,
+    build_sharing,
+    device_of,
+    open_host_memory,
+    set_up_lane,
+)
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
 from rollplex_cli.runtime.control.peers import Peers
@@ -88,9 +94,10 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     rollout = control.await_future(built, "building the rollout engine")
     banned = tuple(getattr(rollout, "banned_token_ids", ()))
     params = control.await_future(rollout_lane.submit(rollout.parameters), "reading the rollout's parameters")
-    trainer = control.await_future(
-        trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned, team)), "building the trainer"
+    made = trainer_lane.submit(
+        lambda: build_trainer(profile, run.base_dir, params, banned, team, open_host_memory(profile))
     )
+    trainer = control.await_future(made, "building the trainer")
     publisher = Publisher(team, trainer.plan, params, rollout, trainer.actor, check=profile.guards.check_publish)
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
     scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))

@@ -9,7 +9,7 @@ import torch
 
 from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
-from rollplex_cli.engines.trainer.optimizer import AdamWSettings
+from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing import Any, Literal
 
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
+    from rollplex_cli.memory.pinned import HostMemory
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.team.team import Team
 
@@ -36,15 +37,21 @@ class Trainer:
 
 
 def build_trainer(
-    profile: Profile, base_dir: Path, rollout_params: Mapping[str, torch.Tensor], banned: Sequence[int], team: Team
+    profile: Profile,
+    base_dir: Path,
+    rollout_params: Mapping[str, torch.Tensor],
+    banned: Sequence[int],
+    team: Team,
+    host: HostMemory,
 ) -> Trainer:
-    """Load the base checkpoint into the rollout's tensors; actor on views of them, reference on a copy of its own
-    where KL needs one.
+    """Load the base checkpoint into the rollout's tensors; actor on views of them with its optimizer's state in
+    `host`, reference on a copy of its own where KL needs one.
 
     Call it on the thread that will own both; every rank at the same point.
 
     Raises:
         UsageError: a checkpoint that cannot be read or is not of the model its configuration describes.
+        DoesNotFitError: the optimizer's state does not fit `host`, or cannot be page-locked.
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
     topology, place = team.topology, team.place
@@ -68,6 +75,7 @@ def build_trainer(
             weight_decay=settings.weight_decay,
             clip_norm=settings.clip_norm,
             chunk_elements=settings.chunk_elements,
+            master=settings.master,
         ),
         temperature=profile.rollout.temperature,
         banned_token_ids=banned,
@@ -75,6 +83,7 @@ def build_trainer(
         data_parallel_group=team.groups.data,
         freeze_vision=profile.model.freeze_vision,
         shard=shard,
+        host=host,
     )
     if profile.algorithm.kl_coef == 0:
         return Trainer(actor=actor, reference=None, plan=plan)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollplex_cli.runtime.bench.update import summarize_updates
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -38,6 +40,7 @@ def build_result(
         "model": rank.profile.model.config,
         "pairs": len(rows[variants[0].name]),
         "bound_s": bound,
+        "update": summarize_updates(row for own in rows.values() for row in own),
         "co_run": [asdict(m) for m in measured],
         "choices": [asdict(c) for c in rank.sharing.choices],
         "commit": _first_line(rank, "git"),

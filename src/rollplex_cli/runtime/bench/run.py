@@ -94,8 +94,11 @@ def _step(
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
+    outcome = result.tasks.outcome
+    assert outcome is not None
     row = {
         **result.row,
+        "optimizer": dataclasses.asdict(outcome.stats),
         "peak_bytes": _peak_bytes(),
         "device_allocations": _device_allocations() - allocations,
         "prompt_tokens": [i.num_tokens for i in inputs],

@@ -28,13 +28,8 @@ def save(rank: Rank, step: int, state: dict[str, Any], *, is_best: bool = False)
     folder, first = rank.run.checkpoints_dir, rank.peers.rank == 0
     with rank.events.span("checkpoint", step=step, phase=Phase.CHECKPOINT, lane="control"):
         _together(rank, step, "begin", (lambda: checkpoint.begin(folder, step)) if first else None)
-        # The other training groups hold the same values.
-        writes = rank.team.place.training_group == 0
-        entries = owned_entries(rank.engines.actor, rank.plan)
-        writer = rank.team.place.training_shard
-        written = _together(
-            rank, step, "write", (lambda: checkpoint.write(folder, step, writer, entries)) if writes else None
-        )
+        entries, writer = owned_entries(rank.engines.actor, rank.plan), rank.peers.rank
+        written = _together(rank, step, "write", lambda: checkpoint.write(folder, step, writer, entries))
         files = {name: size for sizes in written if sizes for name, size in sizes.items()}
         whole = {**state, "phase": str(Phase.PUBLISH), "updates": rank.engines.actor.updates}
         keep = rank.profile.runtime.keep_checkpoints
@@ -46,20 +41,22 @@ def save(rank: Rank, step: int, state: dict[str, Any], *, is_best: bool = False)
 
 
 def load(rank: Rank, found: Checkpoint) -> None:
-    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane."""
+    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane of every rank."""
     placements = rank.plan.placements
     rank.engines.actor.restore(
         int(found.state["updates"]),
-        lambda part, name: found.read(f"{part}/{placements[name].tensor}", placements[name].box),
+        lambda part, name, box: found.read(f"{part}/{placements[name].tensor}", box.moved(placements[name].box.offset)),
     )
 
 
 def owned_entries(actor: Actor, plan: ShardPlan) -> Iterator[Entry]:
-    """What a rank writes: every box of which it is the first of its training group's holders."""
-    for part, name, values in actor.optimizer_parts():
+    """What a rank writes: of the optimizer state it holds, which no other training group does, every box of which it
+    is the first of its training group's holders."""
+    for part, name, box, values in actor.optimizer_parts():
         placement = plan.placements[name]
         if placement.primary:
-            yield Entry(tensor=f"{part}/{placement.tensor}", full=placement.full, box=placement.box, values=values)
+            where = box.moved(placement.box.offset)
+            yield Entry(tensor=f"{part}/{placement.tensor}", full=placement.full, box=where, values=values)
 
 
 def _together(rank: Rank, step: int, stage: str, work: Callable[[], Any] | None) -> list[Any]:

@@ -135,5 +135,5 @@ class Publisher:
             # The rollout reads on a stream of its own.
             torch.cuda.current_stream().synchronize()
         if self._check:
-            check_published(self._plan, self._params, self._actor.master_of, None)
+            check_published(self._plan, self._params, self._actor.masters_of, None)
         self._rollout.publish()

@@ -1,0 +1,1 @@
+"""AdamW whose state lives on the host and passes through the device in chunks."""
