@@ -62,7 +62,7 @@ def run_step(
     """
     profile = profile or rank.profile
     tasks = StepTasks(
-        profile, rank.engines, rank.store, rank.theta, rank.events,
+        profile, rank.engines, rank.store, rank.theta, rank.events, rank.memory.residency,
         team=rank.team, step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
         started=started,
     )  # fmt: skip
@@ -71,16 +71,16 @@ def run_step(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
         exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
     )  # fmt: skip
-    sharing = rank.sharing
+    sharing, residency = rank.sharing, rank.memory.residency
     executor = Executor(
         graph, schedule, rank.machine, rank.theta,
-        sharing.around(tasks.bodies(), lambda: rank.machine.state is Phase.GENERATE),
+        sharing.around(residency.around(tasks.bodies()), lambda: rank.machine.state is Phase.GENERATE),
         may_overlap=sharing.may_overlap,
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
         channel=rank.team.channel,
     )  # fmt: skip
     tasks.check = executor.raise_if_stopped
-    executor.on_terminal = rank.store.task_ended
+    _follow(rank, executor)
     tasks.report_batch = sharing.report
     begun = time.monotonic()
     run = _Run(rank, executor, tasks, step, schedule)
@@ -138,12 +138,12 @@ class _Run:
         rank.store.end_step()
         wanted = set(learner.begin(update))
         graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
-        bodies = rank.sharing.around(self.tasks.bodies(), lambda: False)
+        bodies = rank.sharing.around(rank.memory.residency.around(self.tasks.bodies()), lambda: False)
         executor = Executor(
             graph, self.schedule, rank.machine, rank.theta, bodies,
             span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), channel=rank.team.channel,
         )  # fmt: skip
-        executor.on_terminal = rank.store.task_ended
+        _follow(rank, executor)
         rank.control.watch(executor)
         main, self.executor = self.executor, executor
         job = rank.trainer_lane.submit(lambda: executor.run(Lane.TRAINER))
@@ -207,6 +207,19 @@ class _Run:
                 hint=f"worst groups by mean difference: {worst}; nothing was updated in this step",
             )
         return total
+
+
+def _follow(rank: Rank, executor: Executor) -> None:
+    """Let objects live and end with the tasks of an executor that is about to run."""
+    store, residency = rank.store, rank.memory.residency
+
+    def ended(key: TaskKey) -> None:
+        store.task_ended(key)
+        residency.task_ended(key)
+
+    residency.expect(executor.graph.tasks)
+    executor.on_terminal = ended
+    executor.between_tasks = residency.release_due
 
 
 @contextmanager

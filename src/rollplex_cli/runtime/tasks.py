@@ -14,6 +14,7 @@ from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.core.names import Lane, TaskKey, TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
+from rollplex_cli.memory.residency import DECODES
 from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalty
 from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.rollout.base import GroupResult, RolloutEngine
     from rollplex_cli.engines.trainer.actor import Actor, UpdateOutcome
     from rollplex_cli.memory.leases import ObjectStore
+    from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.rl.rewards.scorer import Scorer
     from rollplex_cli.runtime.executor.executor import Executor, Fence
@@ -75,6 +77,7 @@ class StepTasks:
         store: ObjectStore,
         theta: ThetaGuard,
         events: EventWriter,
+        residency: Residency,
         *,
         team: Team,
         step: int,
@@ -84,6 +87,9 @@ class StepTasks:
         started: Sequence[Started] = (),
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
+        self._residency = residency
+        self._pool, self._pool_ended = contextlib.ExitStack(), False
+        """Holds the lease of the KV pool while decode runs."""
         self._team = team
         self._decoded: dict[int, GroupResult] = {}
         """Decoded here and not yet exchanged."""
@@ -133,7 +139,8 @@ class StepTasks:
     def run_rollout(self, executor: Executor) -> None:
         """The rollout lane's job for a step: decode every group, then whatever the graph has for the lane."""
         try:
-            self._decode(executor)
+            with self._residency.explaining("decode"):
+                self._decode(executor)
         except BaseException as error:
             executor.fail(error)
             raise
@@ -142,6 +149,7 @@ class StepTasks:
     def _decode(self, executor: Executor) -> None:
         engine, board = self._engines.rollout, self._team.board
         keys = {g: TaskKey(TaskKind.DECODE, g) for g in self._inputs}
+        self._pool.enter_context(self._residency.lease("rollout_kv", DECODES))
         engine.begin_step()
         board.begin_step(self._step, len(keys))
         executor.begin_decodes(keys.values())
@@ -162,6 +170,9 @@ class StepTasks:
                     results = engine.step()
                     for result in results:
                         self._take(result, keys[groups[result.group]], started)
+                    if not engine.has_work():
+                        # Before the last group is handed over: what follows may need the pool's memory.
+                        self._end_decode()
                 completed = [(r.decode_step, groups[r.group]) for r in results]
                 board.advance(clock, completed, finished=not engine.has_work())
                 progress |= board.listen()
@@ -176,11 +187,21 @@ class StepTasks:
                     time.sleep(BOARD_POLL_S)
             if waiting:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
+            self._end_decode()
         except BaseException:
             # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
             with contextlib.suppress(Exception):  # what stopped the step is the reason, not what cannot be saved
                 engine.abort()
+            self._pool.close()
             raise
+
+    def _end_decode(self) -> None:
+        """Nothing in this step will read the KV pool again: forget the prompts in it and let its memory go."""
+        if not self._pool_ended:
+            self._pool_ended = True
+            self._engines.rollout.drop_caches()
+            self._pool.close()
+            self._residency.end("rollout_kv", DECODES)
 
     def _enough(self, waiting: set[int]) -> bool:
         """Whether the step's share is complete and no group is left that was left too often."""
@@ -195,6 +216,7 @@ class StepTasks:
             engine.pause()
         else:
             engine.abort(list(ids.values()))
+        self._end_decode()
         for group, engine_id in ids.items():
             executor.leave_decode(TaskKey(TaskKind.DECODE, group))
             del self.records[group]

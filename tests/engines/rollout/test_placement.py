@@ -20,7 +20,7 @@ from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("default_group", "one_thread")]
@@ -102,8 +102,8 @@ def test_weights_and_pool_in_foreign_memory(tiny_checkpoint: Path, kit: Any, tin
     plain.close()
     weights, pool = Arena(2**20), Arena(2**20)
 
-    def rebind(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return weights.take(tuple(tensor.shape)).copy_(tensor)
+    def rebind(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weights.take(tuple(tensor.shape)).copy_(tensor) for name, tensor in tensors.items()}
 
     def kv_buffers(
         k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: torch.dtype, layers: int
@@ -141,8 +141,11 @@ def test_close_frees_weights_and_pool(tiny_checkpoint: Path, kit: Any, tiny: Any
 
 
 def test_a_wrong_rebind_is_refused_and_leaves_no_engine(tiny_checkpoint: Path) -> None:
+    def cut(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.flatten()[:-1] for name, tensor in tensors.items()}
+
     with pytest.raises(ValueError, match="`rebind`"):
-        SglangRollout(options(tiny_checkpoint, rebind=lambda _name, tensor: tensor.flatten()[:-1]))
+        SglangRollout(options(tiny_checkpoint, rebind=cut))
     SglangRollout(options(tiny_checkpoint)).close()
 
 

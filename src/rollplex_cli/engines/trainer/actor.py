@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.rl.losses import LossResult
@@ -72,6 +73,7 @@ class Actor:
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
         freeze_vision: leave the vision tower and its projector alone.
         shard: this rank's share where a training group has several ranks; None for whole parameters.
+        gradient_memory: holds the gradient arena; None leaves it to PyTorch.
 
     Raises ValueError where no default torch.distributed group exists.
     """
@@ -88,6 +90,7 @@ class Actor:
         data_parallel_group: dist.ProcessGroup | None = None,
         freeze_vision: bool = False,
         shard: Shard | None = None,
+        gradient_memory: FlatMemory | None = None,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
@@ -98,7 +101,7 @@ class Actor:
             name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad
         }
         self._mode = prefix_activations
-        self._arena = GradientArena(self._params)
+        self._arena = GradientArena(self._params, gradient_memory)
         self.shard = shard
         sync = GradientSync(shard, self._arena) if shard is not None else None
         self._optimizer = HostAdamW(self._params, self._arena, optimizer, sync)

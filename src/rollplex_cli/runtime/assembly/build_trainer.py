@@ -14,6 +14,8 @@ from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
 from rollplex_cli.engines.weights.views import bind_views
+from rollplex_cli.memory.regions import Content
+from rollplex_cli.runtime.assembly.build_memory import gradient_memory
 from rollplex_cli.runtime.assembly.devices import device_of
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from typing import Any, Literal
 
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
+    from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.team.team import Team
 
@@ -36,15 +39,21 @@ class Trainer:
 
 
 def build_trainer(
-    profile: Profile, base_dir: Path, rollout_params: Mapping[str, torch.Tensor], banned: Sequence[int], team: Team
+    profile: Profile,
+    base_dir: Path,
+    rollout_params: Mapping[str, torch.Tensor],
+    banned: Sequence[int],
+    team: Team,
+    residency: Residency,
 ) -> Trainer:
     """Load the base checkpoint into the rollout's tensors; actor on views of them, reference on a copy of its own
-    where KL needs one.
+    where KL needs one. Gradients and reference are without memory until their next lease.
 
     Call it on the thread that will own both; every rank at the same point.
 
     Raises:
         UsageError: a checkpoint that cannot be read or is not of the model its configuration describes.
+        OutOfMemoryError: over `memory.budget_gib` or `memory.host_budget_gib`.
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
     topology, place = team.topology, team.place
@@ -75,12 +84,17 @@ def build_trainer(
         data_parallel_group=team.groups.data,
         freeze_vision=profile.model.freeze_vision,
         shard=shard,
+        gradient_memory=gradient_memory(residency),
     )
+    residency.rest("gradients")
     if profile.algorithm.kl_coef == 0:
         return Trainer(actor=actor, reference=None, plan=plan)
     frozen, _ = build_shards(config, dtype, **degrees)
-    fill_parameters(plan, frozen, reader.read, device_of(profile))
+    shapes = {name: (tuple(param.shape), param.dtype) for name, param in frozen.named_parameters()}
+    places = residency.place("reference_weights", shapes, content=Content.CONSTANT)
+    fill_parameters(plan, frozen, reader.read, device_of(profile), places)
     reference = Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned, shard=shard)
+    residency.rest("reference_weights")
     return Trainer(actor=actor, reference=reference, plan=plan)
 
 
