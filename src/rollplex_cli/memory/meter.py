@@ -64,7 +64,7 @@ class PhaseMeter:
             manager.add_reclaimer(torch.cuda.empty_cache)
         self._regions = manager.memory.ledger.snapshot().by_owner
         self._objects: dict[str, int] = {}
-        self._peak = self._driver_peak = 0
+        self._peak = self._driver_peak = self._longest = 0
         self._cap()
 
     def changed(self, _change: ResidencyChange | None = None) -> None:
@@ -89,6 +89,13 @@ class PhaseMeter:
             self._objects, self._peak, self._driver_peak = {}, 0, 0
         return measured
 
+    def take_driver_peak(self) -> int:
+        """What the driver counted at most since the last call, over any number of phases."""
+        with self._lock:
+            self._close_interval()
+            longest, self._longest = self._longest, 0
+        return longest
+
     def _close_interval(self) -> None:
         """Take in the interval that ends now, in which `_regions` were mapped."""
         inside = dict(self._regions)
@@ -100,6 +107,7 @@ class PhaseMeter:
             driver += torch.cuda.max_memory_reserved(self._device) + inside[CONTEXT]
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak, self._driver_peak = max(self._peak, total), max(self._driver_peak, driver)
+        self._longest = max(self._longest, driver)
         for name, size in inside.items():
             self._objects[name] = max(self._objects.get(name, 0), size)
         self._regions = self._manager.memory.ledger.snapshot().by_owner

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollplex_cli.core.errors import DoesNotFitError, LeaseError
+from rollplex_cli.core.errors import DoesNotFitError, LeaseError, RunFailedError
 from rollplex_cli.core.names import NO_GROUP, TaskKey, TaskKind
 from rollplex_cli.core.units import format_bytes
+from rollplex_cli.memory import crash
 from rollplex_cli.memory.lifetimes import LIFETIMES
 from rollplex_cli.memory.regions import Content, Region, RegionState
 from rollplex_cli.memory.slots import packed_bytes
@@ -216,10 +217,11 @@ class Residency:
 
     @contextmanager
     def explaining(self, what: str) -> Iterator[None]:
-        """Turn PyTorch's own out-of-memory error inside into one that names who holds the memory.
+        """Give errors of PyTorch inside that are about memory the names that this rank knows.
 
         Raises:
-            DoesNotFitError: instead of torch.OutOfMemoryError.
+            DoesNotFitError: for torch.OutOfMemoryError, with who holds the memory.
+            RunFailedError: for an illegal memory access of a kernel, with what is not mapped.
         """
         try:
             yield
@@ -230,6 +232,14 @@ class Residency:
                 f"PyTorch found no memory for {what} ({self._where()}): {str(error).split('. ')[0]}; "
                 f"of {format_bytes(usage.budget_bytes)} are held: {held}",
                 hint="raise `memory.budget_gib`, or see `rollplex profile-memory` for the smallest change that fits",
+            ) from error
+        except RuntimeError as error:
+            if "illegal memory access" not in str(error):
+                raise
+            gone = "; ".join(f"`{entry.region}`, {entry.state}" for entry in crash.unmapped_ranges())
+            raise RunFailedError(
+                f"a kernel used memory that is not there, seen in {what} ({self._where()}); not mapped now: {gone}",
+                hint="something kept a tensor or a pointer beyond the lease of its task",
             ) from error
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,6 +186,14 @@ class _Run:
         self.phase_s[phase] = self.phase_s.get(phase, 0.0) + time.monotonic() - started
         self.rank.events.record(
             "phase", t0, self.rank.events.now(), step=self.step, phase=phase, lane="control", group=None
+        )
+        self._record_memory(phase)
+
+    def _record_memory(self, phase: Phase) -> None:
+        measured = self.rank.memory.meter.end_phase()
+        boundaries = self.rank.store.take_peaks()
+        self.rank.events.point(
+            "memory", step=self.step, phase=phase, lane="memory", boundaries=boundaries, **dataclasses.asdict(measured)
         )
 
     def _counted(self) -> list[int]:

@@ -19,6 +19,7 @@ from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
 from rollplex_cli.data.tasks import load_task
+from rollplex_cli.memory import crash
 from rollplex_cli.plan.model import load_shape
 from rollplex_cli.plan.topology import build_topology, head_faults
 from rollplex_cli.profile.load import load_profile
@@ -101,6 +102,8 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         )
     )  # fmt: skip
     rollout = control.await_future(built, "building the rollout engine")
+    # After the engine's libraries, which install handlers of their own.
+    crash.install()
     banned = tuple(getattr(rollout, "banned_token_ids", ()))
     params = control.await_future(rollout_lane.submit(rollout.parameters), "reading the rollout's parameters")
     trainer = control.await_future(
