@@ -17,7 +17,7 @@ import torch
 from rollplex_cli.core.errors import DoesNotFitError, LeaseError, RunFailedError
 from rollplex_cli.core.names import NO_GROUP, TaskKey, TaskKind
 from rollplex_cli.core.units import format_bytes
-from rollplex_cli.memory import crash
+from rollplex_cli.memory import crash, holes
 from rollplex_cli.memory.lifetimes import LIFETIMES
 from rollplex_cli.memory.regions import Content, Region, RegionState
 from rollplex_cli.memory.slots import packed_bytes
@@ -59,8 +59,9 @@ class _Object:
 class Residency:
     """Maps objects when their first user starts and unmaps them after their last one. Thread-safe.
 
-    An object's users and its last use are those of `LIFETIMES`; its life in a step begins with the first lease and
-    ends when every task of its users is done or cancelled. Unmapping is done by `release_due`, on a lane.
+    An object's users are those of `LIFETIMES`; its life in a step begins with the first lease and ends when every task
+    of its users is done or cancelled. The last user unmaps it, or `release_due` on a lane where the last one was
+    cancelled.
 
     Args:
         manager: budget and regions.
@@ -80,12 +81,18 @@ class Residency:
     # ---- building ----------------------------------------------------------------------------------------
 
     def place(
-        self, name: str, specs: Mapping[str, Spec], *, content: Content = Content.UNDEFINED, stays: bool = False
+        self,
+        name: str,
+        specs: Mapping[str, Spec],
+        *,
+        content: Content = Content.UNDEFINED,
+        stays: bool = False,
+        may_go: Mapping[str, Sequence[tuple[int, int]]] | None = None,
     ) -> dict[str, torch.Tensor]:
         """Make the object's region, map it, and give its tensors, which keep their addresses to the end of the run.
 
         Whoever fills them calls `rest` when that is done. With `stays` the region is mapped for the whole run and
-        needs no lease.
+        needs no lease, but for the bytes that `may_go` names: (offset, size) ranges by tensor, see `punch`.
 
         Raises:
             OutOfMemoryError: over `memory.budget_gib`, or the device is full.
@@ -93,9 +100,13 @@ class Residency:
         """
         row = LIFETIMES[name]
         region = self.manager.region(row.name, packed_bytes(specs.values()), content=content)
+        ranges: list[tuple[int, int]] = []
         try:
             for tensor, (shape, dtype) in specs.items():
-                region.place(tensor, shape, dtype)
+                slot = region.place(tensor, shape, dtype)
+                ranges += [(slot.offset + first, size) for first, size in (may_go or {}).get(tensor, ())]
+            if ranges:
+                holes.cut(region, ranges)
             self.manager.map(name)
         except BaseException:
             self.manager.close_region(name)
@@ -127,10 +138,16 @@ class Residency:
 
         def leasing(body: Callable[[TaskKey], Any], names: list[str]) -> Callable[[TaskKey], Any]:
             def run(key: TaskKey) -> Any:
-                with self.explaining(f"`{key}`"), ExitStack() as leases:
+                with self.explaining(f"`{key}`"):
+                    with ExitStack() as leases:
+                        for name in names:
+                            leases.enter_context(self.lease(name, key))
+                        result = body(key)
+                    # Before the task counts as done: what follows may need the memory.
                     for name in names:
-                        leases.enter_context(self.lease(name, key))
-                    return body(key)
+                        if self._is_last(name):
+                            self.end(name, key)
+                return result
 
             return run
 
@@ -191,6 +208,19 @@ class Residency:
             self._due.pop(name, None)
             after = held.ended
         self._unmap(name, after)
+
+    def punch(self, name: str, by: TaskKey) -> None:
+        """Nobody reads the bytes of `name` that may go before `fill`: unmap them. Called on the one lane that reads
+        them, whose stream is drained."""
+        if self.policy is Policy.MANAGED and self._has_holes(name, punched=False):
+            if torch.cuda.is_initialized():
+                torch.cuda.current_stream().synchronize()
+            self.manager.punch(name, after=f"`{by}` ({self._where()})")
+
+    def fill(self, name: str) -> None:
+        """Map what `punch` took, with undefined content."""
+        if self._has_holes(name, punched=True):
+            self.manager.fill(name)
 
     # ---- outside of steps --------------------------------------------------------------------------------
 
@@ -256,6 +286,14 @@ class Residency:
         if held is None:
             raise LeaseError(f"`{name}` is not in a region of this rank ({self._where()})")
         return held
+
+    def _has_holes(self, name: str, *, punched: bool) -> bool:
+        region = self.manager.get(name)
+        return bool(region._holes) and region.punched is punched
+
+    def _is_last(self, name: str) -> bool:
+        with self._lock:
+            return self._objects[name].left == 1
 
     def _take(self, name: str, held: _Object) -> None:
         if held.region.state is RegionState.UNMAPPED:

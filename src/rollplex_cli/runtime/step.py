@@ -88,6 +88,8 @@ def run_step(
     with _running(rank, executor, tasks):
         phase_s, sums, normalizer = run.phases()
     rank.store.end_step()
+    # The lanes are done: nothing is unmapped after this, so steps can be compared.
+    run.record_memory(Phase.PUBLISH)
     outcome = tasks.outcome
     assert outcome is not None
     row = {
@@ -187,9 +189,11 @@ class _Run:
         self.rank.events.record(
             "phase", t0, self.rank.events.now(), step=self.step, phase=phase, lane="control", group=None
         )
-        self._record_memory(phase)
+        if phase is not Phase.PUBLISH:
+            self.record_memory(phase)
 
-    def _record_memory(self, phase: Phase) -> None:
+    def record_memory(self, phase: Phase) -> None:
+        """Write what the phase held at most."""
         measured = self.rank.memory.meter.end_phase()
         boundaries = self.rank.store.take_peaks()
         self.rank.events.point(

@@ -202,6 +202,7 @@ class StepTasks:
             self._engines.rollout.drop_caches()
             self._pool.close()
             self._residency.end("rollout_kv", DECODES)
+            self._residency.punch("snapshot", DECODES)
 
     def _enough(self, waiting: set[int]) -> bool:
         """Whether the step's share is complete and no group is left that was left too often."""
@@ -275,6 +276,7 @@ class StepTasks:
         self._store.put("responses", result, key)
 
     def _publish(self, _key: TaskKey) -> None:
+        self._residency.fill("snapshot")
         self._engines.publisher.publish()
 
     # ---- host lane ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_memory import build_memory
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
-from rollplex_cli.runtime.assembly.build_trainer import build_trainer
+from rollplex_cli.runtime.assembly.build_trainer import build_trainer, foreign_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
@@ -98,7 +98,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     built = rollout_lane.submit(
         lambda: build_rollout(
             profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer",
-            residency=residency,
+            residency=residency, foreign=foreign_weights(profile, run.base_dir, team),
         )
     )  # fmt: skip
     rollout = control.await_future(built, "building the rollout engine")

@@ -16,7 +16,7 @@ from rollplex_cli.memory.vmm.host import available_bytes
 from rollplex_cli.runtime.assembly.devices import device_of, gpu_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -65,14 +65,22 @@ def build_memory(
     return RankMemory(residency=Residency(manager, Policy(settings.residency), where=where), meter=meter)
 
 
-def place_weights(residency: Residency, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def place_weights(
+    residency: Residency, foreign: Mapping[str, Sequence[tuple[int, int]]], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The rollout's parameters as views of one region, with their values; the trainer's are views of them.
 
-    Mapped throughout: a rank's own shard is used in every phase, and shards of other ranks cannot leave without it,
-    because every row of a row-parallel weight holds columns of both.
+    What a rank trains of them is used in every phase. Rows that other ranks train (`foreign`, as `foreign_rows` gives
+    them) go between decode and publish; their columns of row-parallel weights cannot, since every row holds some of
+    both.
     """
     specs = {name: (tuple(t.shape), t.dtype) for name, t in tensors.items()}
-    placed = residency.place("snapshot", specs, stays=True)
+    row_bytes = {name: t[0].numel() * t.element_size() for name, t in tensors.items() if name in foreign}
+    may_go = {
+        name: [(first * row_bytes[name], count * row_bytes[name]) for first, count in foreign[name]]
+        for name in row_bytes
+    }
+    placed = residency.place("snapshot", specs, stays=True, may_go=may_go)
     for name, tensor in tensors.items():
         placed[name].copy_(tensor)
     return placed

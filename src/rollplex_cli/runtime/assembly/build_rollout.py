@@ -18,7 +18,7 @@ from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_w
 from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollplex_cli.engines.rollout.base import RolloutEngine
@@ -38,6 +38,7 @@ def build_rollout(
     replicas: tuple[tuple[int, ...], ...] | None = None,
     weights: Literal["from_checkpoint", "from_trainer"] = "from_checkpoint",
     residency: Residency | None = None,
+    foreign: Mapping[str, Sequence[tuple[int, int]]] | None = None,
 ) -> RolloutEngine:
     """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point.
 
@@ -46,6 +47,7 @@ def build_rollout(
         weights: `from_trainer` leaves them to be written by whoever builds the trainer.
         residency: places weights and KV pool, which is without memory until its next lease; None leaves them to the
             engine.
+        foreign: rows of the weights that other ranks train, see `place_weights`.
     """
     device = device_of(profile)
     engine = SglangRollout(
@@ -61,7 +63,7 @@ def build_rollout(
             chunked_prefill_tokens=profile.rollout.chunked_prefill_tokens,
             seed=derive_seed(profile.runtime.seed, "engine"),
             stream=rollout_stream() if device == "cuda" else None,
-            rebind=None if residency is None else partial(place_weights, residency),
+            rebind=None if residency is None else partial(place_weights, residency, foreign or {}),
             kv_buffers=None if residency is None else partial(place_key_values, residency),
         )
     )

@@ -11,6 +11,7 @@ from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.optimizer import AdamWSettings
 from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
+from rollplex_cli.engines.weights.exchange import foreign_rows
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
 from rollplex_cli.engines.weights.views import bind_views
@@ -56,11 +57,8 @@ def build_trainer(
         OutOfMemoryError: over `memory.budget_gib` or `memory.host_budget_gib`.
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
-    topology, place = team.topology, team.place
     reader = open_weights(base_dir, config, device_of(profile))
-    degrees = {
-        "train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": topology.rollout_tp
-    }  # fmt: skip
+    degrees = _degrees(team)
     model, plan = build_shards(config, dtype, **degrees)
     bind_views(model, rollout_params, plan)
     fill_homes(plan, rollout_params, reader.read)
@@ -96,6 +94,19 @@ def build_trainer(
     reference = Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned, shard=shard)
     residency.rest("reference_weights")
     return Trainer(actor=actor, reference=reference, plan=plan)
+
+
+def foreign_weights(profile: Profile, base_dir: Path, team: Team) -> dict[str, list[tuple[int, int]]]:
+    """Rows of the rollout's tensors that other ranks train, see `foreign_rows`."""
+    config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
+    return foreign_rows(build_shards(config, dtype, **_degrees(team))[1])
+
+
+def _degrees(team: Team) -> dict[str, int]:
+    topology, place = team.topology, team.place
+    return {
+        "train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": topology.rollout_tp
+    }  # fmt: skip
 
 
 class Weights(Protocol):
