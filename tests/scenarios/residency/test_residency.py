@@ -12,6 +12,9 @@ import pytest
 from scenarios.support import prepare_run, rollplex, sets, small
 
 from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.core.status import read_status
+from rollplex_cli.profile.dump import resolved_yaml
+from rollplex_cli.profile.load import load_profile
 from rollplex_cli.report.measured import measured_phases, memory_rows
 
 if TYPE_CHECKING:
@@ -58,12 +61,19 @@ def test_nothing_grows(trained: RunFolder) -> None:
 
 
 def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) -> None:
-    before = sorted(path.name for path in trained.checkpoints_dir.iterdir())
-    done = resume(trained, "memory.budget_gib=0.006")
+    before, stored = sorted(path.name for path in trained.checkpoints_dir.iterdir()), trained.profile.read_text()
+    job = load_profile(trained.profile, ["memory.budget_gib=0.006"])
+    trained.profile.write_text(resolved_yaml(job))
+    # The rank itself, because a plan may refuse the job before any rank starts.
+    worker = [sys.executable, "-m", "rollplex_cli.runtime.worker", str(trained.root)]
+    done = subprocess.run(worker, capture_output=True, text=True, timeout=120, check=False)
+    status = read_status(trained.status(0))
     assert done.returncode == 3
-    assert "memory.budget_gib" in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
+    assert status is not None and status.exit_code == 3
+    assert "`rollout_kv` within `memory.budget_gib` wants 8.0 MiB" in status.message
+    assert "held by `snapshot` 2.8 MiB" in status.message
     assert sorted(path.name for path in trained.checkpoints_dir.iterdir()) == before
+    trained.profile.write_text(stored)
     again = resume(trained, "memory.budget_gib=null", "memory.residency=resident")
     assert again.returncode == 0, again.stderr[-2000:]
     assert set(memory_rows(trained)[-1]["regions"]) >= {"snapshot", "rollout_kv", "reference_weights", "gradients"}
