@@ -59,6 +59,7 @@ class PhaseMeter:
         self._capped = capped and self._cuda
         self._lock = threading.Lock()
         if self._cuda:
+            torch.cuda.init()
             manager.report(PYTORCH, self._reserved)
             manager.report(CONTEXT, self._context)
             manager.add_reclaimer(torch.cuda.empty_cache)

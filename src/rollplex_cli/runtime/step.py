@@ -114,6 +114,7 @@ class _Run:
     def phases(self) -> tuple[dict[str, float], StepSums, float]:
         """Go through the phases; returns seconds by phase, the sums over all ranks and the normaliser."""
         tick = self.rank.control.tick
+        self.rank.memory.meter.end_phase()  # what was held between the steps is no phase's
         with self._phase(Phase.GENERATE):
             self.executor.wait([TaskKind.DECODE], tick)
             if self.schedule.advantages_wait:
