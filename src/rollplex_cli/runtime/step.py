@@ -243,7 +243,7 @@ def _running(rank: Rank, executor: Executor, tasks: StepTasks) -> Iterator[None]
     jobs: list[Future[None]] = []
     try:
         jobs = [
-            rank.trainer_lane.submit(lambda: executor.run(Lane.TRAINER)),
+            rank.trainer_lane.submit(lambda: tasks.run_trainer(executor)),
             rank.host_lane.submit(lambda: executor.run(Lane.HOST)),
             rank.rollout_lane.submit(lambda: tasks.run_rollout(executor)),
         ]

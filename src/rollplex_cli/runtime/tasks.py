@@ -14,11 +14,11 @@ from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.core.names import Lane, TaskKey, TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
-from rollplex_cli.memory.residency import DECODES
 from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalty
 from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
+from rollplex_cli.runtime.pool import DecodePool
 from rollplex_cli.runtime.records import GroupRecord
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class StepTasks:
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
         self._residency = residency
-        self._pool, self._pool_ended = contextlib.ExitStack(), False
-        """Holds the lease of the KV pool while decode runs."""
+        self._pool = DecodePool(residency, engines.rollout)
         self._team = team
         self._decoded: dict[int, GroupResult] = {}
         """Decoded here and not yet exchanged."""
@@ -146,10 +145,15 @@ class StepTasks:
             raise
         executor.run(Lane.ROLLOUT)
 
+    def run_trainer(self, executor: Executor) -> None:
+        """The trainer lane's job for a step."""
+        self._pool.wait_opened()
+        executor.run(Lane.TRAINER)
+
     def _decode(self, executor: Executor) -> None:
         engine, board = self._engines.rollout, self._team.board
         keys = {g: TaskKey(TaskKind.DECODE, g) for g in self._inputs}
-        self._pool.enter_context(self._residency.lease("rollout_kv", DECODES))
+        self._pool.open()
         engine.begin_step()
         board.begin_step(self._step, len(keys))
         executor.begin_decodes(keys.values())
@@ -172,7 +176,7 @@ class StepTasks:
                         self._take(result, keys[groups[result.group]], started)
                     if not engine.has_work():
                         # Before the last group is handed over: what follows may need the pool's memory.
-                        self._end_decode()
+                        self._pool.end()
                 completed = [(r.decode_step, groups[r.group]) for r in results]
                 board.advance(clock, completed, finished=not engine.has_work())
                 progress |= board.listen()
@@ -187,22 +191,13 @@ class StepTasks:
                     time.sleep(BOARD_POLL_S)
             if waiting:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
-            self._end_decode()
+            self._pool.end()
         except BaseException:
             # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
             with contextlib.suppress(Exception):  # what stopped the step is the reason, not what cannot be saved
                 engine.abort()
-            self._pool.close()
+            self._pool.abandon()
             raise
-
-    def _end_decode(self) -> None:
-        """Nothing in this step will read the KV pool again: forget the prompts in it and let its memory go."""
-        if not self._pool_ended:
-            self._pool_ended = True
-            self._engines.rollout.drop_caches()
-            self._pool.close()
-            self._residency.end("rollout_kv", DECODES)
-            self._residency.punch("snapshot", DECODES)
 
     def _enough(self, waiting: set[int]) -> bool:
         """Whether the step's share is complete and no group is left that was left too often."""
@@ -217,7 +212,7 @@ class StepTasks:
             engine.pause()
         else:
             engine.abort(list(ids.values()))
-        self._end_decode()
+        self._pool.end()
         for group, engine_id in ids.items():
             executor.leave_decode(TaskKey(TaskKind.DECODE, group))
             del self.records[group]
