@@ -72,6 +72,7 @@ KEYS = {
     "logging.wandb_project",
     "memory.budget_gib",
     "memory.host_budget_gib",
+    "memory.residency",
     "model.config",
     "model.dtype",
     "model.freeze_vision",

@@ -6,10 +6,15 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
 from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.core.events import EventWriter
+from rollplex_cli.core.units import MIB
 from rollplex_cli.memory.leases import ObjectStore
+from rollplex_cli.memory.manager import MemoryManager
+from rollplex_cli.memory.residency import Residency
+from rollplex_cli.memory.vmm.host import HostDriver
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.runtime.executor.theta import ThetaGuard
 from rollplex_cli.runtime.tasks import StepTasks
@@ -60,12 +65,15 @@ class Failures:
 def test_the_first_reason_survives_a_clean_up_that_fails(tmp_path: Path) -> None:
     prompt = SimpleNamespace(prompt=SimpleNamespace(sample=SimpleNamespace(sample_id="s")))
     events = EventWriter(tmp_path / "events.jsonl", 0)
+    residency = Residency(MemoryManager(HostDriver(MIB), budget_bytes=MIB, host_budget_bytes=0))
+    residency.place("rollout_kv", {"k0": ((16,), torch.float32)})
     tasks = StepTasks(
         load_profile("tiny"), SimpleNamespace(rollout=BrokenEngine()), ObjectStore(), ThetaGuard(),  # type: ignore[arg-type]
-        events, team=AloneTeam(), step=1, first_group=0, inputs={0: prompt},  # type: ignore[arg-type,dict-item]
+        events, residency, team=AloneTeam(), step=1, first_group=0, inputs={0: prompt},  # type: ignore[arg-type,dict-item]
     )  # fmt: skip
     executor = Failures()
     with pytest.raises(NonFiniteError):
         tasks.run_rollout(executor)  # type: ignore[arg-type]
     events.close()
+    residency.close()
     assert [type(e) for e in executor.errors] == [NonFiniteError]

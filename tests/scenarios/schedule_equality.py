@@ -19,6 +19,7 @@ from scenarios.support import open_test_rank
 
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.engines.inputs import build_prompt_input
+from rollplex_cli.memory.residency import Policy
 from rollplex_cli.runtime.executor.schedules import schedule_from
 from rollplex_cli.runtime.step import run_step
 
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "early groups, delays 2": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 0, "delays": 2},
     "1 in flight, delays 3": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 1, "delays": 3},
     "3 in flight, delays 4": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 3, "delays": 4},
+    "all resident": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 0, "residency": "resident"},
 }
 
 
@@ -66,6 +68,7 @@ def run_case(rank: Rank, case: dict[str, Any], steps: int, initial: dict[str, to
     """`steps` steps from the initial weights."""
     rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(initial)).result()
     rank.rollout_lane.submit(rank.engines.rollout.publish).result()
+    rank.memory.residency.policy = Policy(case.get("residency", "managed"))
     schedule = schedule_from(
         case["name"], early_groups=case["early_groups"], prefixes_in_flight=case["prefixes_in_flight"]
     )

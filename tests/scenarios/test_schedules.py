@@ -1,4 +1,4 @@
-"""Invariant 6: schedules, early groups, prefixes in flight and wall-clock order change no bit of a result."""
+"""Invariant 6: schedules, early groups, prefixes in flight, residency and wall clock change no bit of a result."""
 
 from __future__ import annotations
 

@@ -53,6 +53,11 @@ class RunFolder:
         return self.root / "bench_result.json"
 
     @property
+    def measure(self) -> Path:
+        """Present only in the folder of a memory measurement."""
+        return self.root / "measure.json"
+
+    @property
     def events_dir(self) -> Path:
         """Spans of every task, one file per rank."""
         return self.root / "events"

@@ -30,6 +30,8 @@ class ObjectStore:
         self._objects: dict[_Slot, Any] = {}
         self._freed: dict[_Slot, str] = {}
         self._leased: dict[_Slot, int] = {}
+        self._bytes: dict[_Slot, int] = {}
+        self._peaks: dict[str, int] = {}
 
     def put(self, name: str, value: object, by: TaskKey) -> None:
         """Hand over the object `name` made by the task `by` for its group.
@@ -47,6 +49,10 @@ class ObjectStore:
             if slot in self._freed:
                 return  # its last use was cancelled while the maker ran: nobody will come for it
             self._objects[slot] = value
+            # Boundaries say how large they are; everything else is small.
+            self._bytes[slot] = getattr(value, "boundary_bytes", 0)
+            held = sum(size for (other, _), size in self._bytes.items() if other == name)
+            self._peaks[name] = max(self._peaks.get(name, 0), held)
 
     @contextmanager
     def lease(self, name: str, by: TaskKey) -> Iterator[Any]:
@@ -81,6 +87,7 @@ class ObjectStore:
                 if self._leased.get(slot):
                     raise LeaseError(f"`{name}` of group {key.group} is still leased at the end of `{key}`")
                 self._objects.pop(slot, None)
+                self._bytes.pop(slot, None)
                 self._leased.pop(slot, None)
                 self._freed[slot] = str(key)
 
@@ -88,6 +95,14 @@ class ObjectStore:
         """Names of the objects held now, with their groups."""
         with self._lock:
             return sorted(f"{name}[{group}]" for name, group in self._objects)
+
+    def take_peaks(self) -> dict[str, int]:
+        """Largest sum over all groups, in bytes, of each kind of object that knows its size, since the last call."""
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+            for (name, _), size in self._bytes.items():
+                self._peaks[name] = self._peaks.get(name, 0) + size
+            return {name: size for name, size in peaks.items() if size}
 
     def end_step(self) -> None:
         """Forget the step.
@@ -100,5 +115,6 @@ class ObjectStore:
             self._objects.clear()
             self._freed.clear()
             self._leased.clear()
+            self._bytes.clear()
         if left:
             raise LeaseError(f"objects outlived their step: {', '.join(left)}")

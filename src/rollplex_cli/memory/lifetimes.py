@@ -1,7 +1,7 @@
 """The lifetime table (section 4 of the design): which task makes each object, which may use it, which uses it last.
 
-Lifetimes are bounded by tasks. What is held here as objects today becomes residency in regions without a change
-for the tasks: they already ask for a lease and already name themselves.
+Lifetimes are bounded by tasks. Objects of a prompt group are made and freed by tasks (`leases.ObjectStore`); those with
+one place for the whole run lie in regions (`residency.Residency`).
 """
 
 from __future__ import annotations
@@ -124,6 +124,8 @@ LIFETIMES: dict[str, Lifetime] = {
             per_group=False,
         ),
         _row("optimizer_state", _C.PERMANENT, "trainer", None, {_K.UPDATE}, None, per_group=False),
+        # What the optimizer streams its state through; the state itself stays on the host.
+        _row("optimizer_chunks", _C.PHASE_LOCAL, "trainer", _K.UPDATE, {_K.UPDATE}, _K.UPDATE, per_group=False),
     )
 }
 """Rows by name."""

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollplex_cli.memory import holes
 from rollplex_cli.memory.pinned import HostMemory
 from rollplex_cli.memory.regions import (
     Content,
@@ -183,6 +184,35 @@ class MemoryManager:
         regions = [self.get(name) for name in names]
         unmap_regions(regions, after)
         self._tell(False, names, sum(region.size_bytes for region in regions), start, after, self.usage().used_bytes)
+
+    def fill(self, name: str) -> None:
+        """Give a region's open holes memory again, with undefined content.
+
+        Raises:
+            OutOfMemoryError: over the budget or the device's memory; nothing changed.
+            RegionError: its holes are not open.
+        """
+        start = time.monotonic()
+        with self.memory.exclusive():
+            region = self.get(name)
+            wanted = sum(size for _, size in region._holes)
+            self._make_room((name,), wanted)
+            holes.fill(region)
+            self._note_peak()
+            used = self._usage().used_bytes
+        self._tell(True, (f"{name} (holes)",), wanted, start, "", used)
+
+    def punch(self, name: str, *, after: str) -> None:
+        """Drain a region and give the memory of its holes back; see `holes`.
+
+        Raises:
+            RegionError: it is not mapped whole.
+        """
+        start = time.monotonic()
+        region = self.get(name)
+        holes.punch(region, after)
+        size = sum(size for _, size in region._holes)
+        self._tell(False, (f"{name} (holes)",), size, start, after, self.usage().used_bytes)
 
     def get(self, name: str) -> Region:
         """The region of this name.

@@ -97,7 +97,11 @@ class Region:
         self.content = content
         self.size_bytes = memory.round_up(num_bytes)
         step = memory.round_up(handle_bytes_for(self.size_bytes) if handle_bytes is None else handle_bytes)
+        self.handle_bytes = step
         self._pieces = [(start, min(step, self.size_bytes - start)) for start in range(0, self.size_bytes, step)]
+        self._holes: list[tuple[int, int]] = []
+        """Those of the pieces that may go while the others stay (`holes`)."""
+        self.punched = False
         self._handles: list[Handle] = []
         self._slots = SlotTable(name, self.size_bytes)
         self._drains: list[Callable[[], object]] = []
@@ -176,6 +180,8 @@ class Region:
         self._drain()
         with self.memory.exclusive():
             self.state = RegionState.BROKEN
+            for offset, _ in self._holes:
+                crash.forget(self.address + offset)
             crash.mark_unmapped(self.address, self.size_bytes, self.name, "closed")
             self._give_back()
             for mapping in reversed(self._reservation.mappings):
@@ -202,12 +208,7 @@ class Region:
 
     def _attach(self, undo: ExitStack) -> None:
         """Create, map and fill. Whatever was done is on `undo`."""
-        for offset, size in self._pieces:
-            handle = self.memory.create(size, self.name)
-            self._handles.append(handle)
-            undo.callback(self._handles.remove, handle)
-            undo.callback(handle.close)
-            undo.callback(self.memory.map(self._reservation, offset, handle).close)
+        self._attach_pieces(self._pieces, undo)
         self.memory.set_access(self._reservation, 0, self.size_bytes)
         if self._saved_bytes:
             assert self._backup is not None
@@ -215,6 +216,14 @@ class Region:
         elif self.content is Content.ZEROED and not self.memory.driver.zeroes_new_memory:
             self._bytes(self.size_bytes).zero_()
         self._finish_copies()
+
+    def _attach_pieces(self, pieces: Sequence[tuple[int, int]], undo: ExitStack) -> None:
+        for offset, size in pieces:
+            handle = self.memory.create(size, self.name)
+            self._handles.append(handle)
+            undo.callback(self._handles.remove, handle)
+            undo.callback(handle.close)
+            undo.callback(self.memory.map(self._reservation, offset, handle).close)
 
     def _detach(self, undo: ExitStack) -> None:
         """Save and unmap, keeping the handles so that `undo` can bring every byte back."""
@@ -258,12 +267,19 @@ class Region:
     def _settle(self) -> None:
         """Set the state to what is true of the mappings, whatever happened before."""
         mappings = self._reservation.mappings
-        if len(mappings) == len(self._pieces) and all(mapping.accessible for mapping in mappings):
+        usable = {mapping.offset for mapping in mappings if mapping.accessible}
+        pieces, holes = {offset for offset, _ in self._pieces}, {offset for offset, _ in self._holes}
+        self.punched = bool(holes) and usable == pieces - holes and len(mappings) == len(usable)
+        for offset in holes:
+            crash.forget(self.address + offset)
+        if usable == pieces or self.punched:
             self.state = RegionState.MAPPED
             crash.forget(self.address)
         else:
             self.state = RegionState.BROKEN if mappings or self._handles else RegionState.UNMAPPED
             crash.mark_unmapped(self.address, self.size_bytes, self.name, self._why_unmapped)
+        for offset, size in self._holes if self.punched else ():
+            crash.mark_unmapped(self.address + offset, size, self.name, self._why_unmapped)
 
 
 def map_regions(regions: Sequence[Region]) -> None:
@@ -286,7 +302,7 @@ def map_regions(regions: Sequence[Region]) -> None:
                     region._attach(undo)
                 undo.pop_all()
         except OutOfMemoryError as error:
-            raise _out_of_memory(memory, regions) from error
+            raise out_of_memory(memory, regions) from error
         finally:
             for region in regions:
                 region._settle()
@@ -337,7 +353,8 @@ def check_movable(regions: Sequence[Region], wanted: RegionState) -> None:
         region.require(wanted, "be mapped" if wanted is RegionState.UNMAPPED else "be unmapped")
 
 
-def _out_of_memory(memory: VirtualMemory, regions: Sequence[Region]) -> OutOfMemoryError:
+def out_of_memory(memory: VirtualMemory, regions: Sequence[Region]) -> OutOfMemoryError:
+    """What to raise where the device had too little for `regions`."""
     names = ", ".join(f"`{region.name}`" for region in regions)
     return OutOfMemoryError(
         f"{names} on `{memory.driver.device}`",

@@ -320,10 +320,15 @@ class LoggingProfile:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MemoryProfile:
-    """Budgets; `None` takes what the machine has."""
+    """What lies in device memory when, within which budgets; a budget of `None` takes what the machine has."""
 
     budget_gib: PositiveFloat | None = None
+    """Device memory of a rank: everything, the CUDA context included. On a CPU: what lies in regions."""
     host_budget_gib: PositiveFloat | None = None
+    """Host memory of a node's ranks together."""
+    residency: Literal["managed", "resident"] = "managed"
+    """`managed`: an object has memory between its first and its last use in a step. `resident`: always. Results are
+    equal."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -81,7 +81,10 @@ def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
         for sample in samples:
             inputs.append(build_prompt_input(rank.prompts.build(sample), rank.media_tokens))
             rank.control.touch()
-        answers = answer_all(rank.engines.rollout, inputs, sampling, seeds, rank.control.touch) if inputs else []
+        with rank.memory.residency.hold("rollout_kv", "evaluation"):
+            answers = answer_all(rank.engines.rollout, inputs, sampling, seeds, rank.control.touch) if inputs else []
+            # Its prompts' keys and values do not outlive the pool's memory.
+            rank.engines.rollout.drop_caches()
     for sample, responses in zip(samples, answers, strict=True):
         texts = [rank.engines.builder.decode_response(r.token_ids) for r in responses]
         finished = [r.finish_reason == "stop" for r in responses]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ def run_step(
     """
     profile = profile or rank.profile
     tasks = StepTasks(
-        profile, rank.engines, rank.store, rank.theta, rank.events,
+        profile, rank.engines, rank.store, rank.theta, rank.events, rank.memory.residency,
         team=rank.team, step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
         started=started,
     )  # fmt: skip
@@ -71,22 +72,24 @@ def run_step(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
         exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
     )  # fmt: skip
-    sharing = rank.sharing
+    sharing, residency = rank.sharing, rank.memory.residency
     executor = Executor(
         graph, schedule, rank.machine, rank.theta,
-        sharing.around(tasks.bodies(), lambda: rank.machine.state is Phase.GENERATE),
+        sharing.around(residency.around(tasks.bodies()), lambda: rank.machine.state is Phase.GENERATE),
         may_overlap=sharing.may_overlap,
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
         channel=rank.team.channel,
     )  # fmt: skip
     tasks.check = executor.raise_if_stopped
-    executor.on_terminal = rank.store.task_ended
+    _follow(rank, executor)
     tasks.report_batch = sharing.report
     begun = time.monotonic()
     run = _Run(rank, executor, tasks, step, schedule)
     with _running(rank, executor, tasks):
         phase_s, sums, normalizer = run.phases()
     rank.store.end_step()
+    # The lanes are done: nothing is unmapped after this, so steps can be compared.
+    run.record_memory(Phase.PUBLISH)
     outcome = tasks.outcome
     assert outcome is not None
     row = {
@@ -111,6 +114,7 @@ class _Run:
     def phases(self) -> tuple[dict[str, float], StepSums, float]:
         """Go through the phases; returns seconds by phase, the sums over all ranks and the normaliser."""
         tick = self.rank.control.tick
+        self.rank.memory.meter.end_phase()  # what was held between the steps is no phase's
         with self._phase(Phase.GENERATE):
             self.executor.wait([TaskKind.DECODE], tick)
             if self.schedule.advantages_wait:
@@ -138,12 +142,12 @@ class _Run:
         rank.store.end_step()
         wanted = set(learner.begin(update))
         graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
-        bodies = rank.sharing.around(self.tasks.bodies(), lambda: False)
+        bodies = rank.sharing.around(rank.memory.residency.around(self.tasks.bodies()), lambda: False)
         executor = Executor(
             graph, self.schedule, rank.machine, rank.theta, bodies,
             span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), channel=rank.team.channel,
         )  # fmt: skip
-        executor.on_terminal = rank.store.task_ended
+        _follow(rank, executor)
         rank.control.watch(executor)
         main, self.executor = self.executor, executor
         job = rank.trainer_lane.submit(lambda: executor.run(Lane.TRAINER))
@@ -186,6 +190,16 @@ class _Run:
         self.rank.events.record(
             "phase", t0, self.rank.events.now(), step=self.step, phase=phase, lane="control", group=None
         )
+        if phase is not Phase.PUBLISH:
+            self.record_memory(phase)
+
+    def record_memory(self, phase: Phase) -> None:
+        """Write what the phase held at most."""
+        measured = self.rank.memory.meter.end_phase()
+        boundaries = self.rank.store.take_peaks()
+        self.rank.events.point(
+            "memory", step=self.step, phase=phase, lane="memory", boundaries=boundaries, **dataclasses.asdict(measured)
+        )
 
     def _counted(self) -> list[int]:
         """Groups that this rank reports: every rank of a training group has the same records, one of them counts."""
@@ -209,6 +223,19 @@ class _Run:
         return total
 
 
+def _follow(rank: Rank, executor: Executor) -> None:
+    """Let objects live and end with the tasks of an executor that is about to run."""
+    store, residency = rank.store, rank.memory.residency
+
+    def ended(key: TaskKey) -> None:
+        store.task_ended(key)
+        residency.task_ended(key)
+
+    residency.expect(executor.graph.tasks)
+    executor.on_terminal = ended
+    executor.between_tasks = residency.release_due
+
+
 @contextmanager
 def _running(rank: Rank, executor: Executor, tasks: StepTasks) -> Iterator[None]:
     """Lanes at work for the duration of the step; on a failure they are stopped and the cause is raised."""
@@ -216,7 +243,7 @@ def _running(rank: Rank, executor: Executor, tasks: StepTasks) -> Iterator[None]
     jobs: list[Future[None]] = []
     try:
         jobs = [
-            rank.trainer_lane.submit(lambda: executor.run(Lane.TRAINER)),
+            rank.trainer_lane.submit(lambda: tasks.run_trainer(executor)),
             rank.host_lane.submit(lambda: executor.run(Lane.HOST)),
             rank.rollout_lane.submit(lambda: tasks.run_rollout(executor)),
         ]

@@ -18,6 +18,7 @@ from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalt
 from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
+from rollplex_cli.runtime.pool import DecodePool
 from rollplex_cli.runtime.records import GroupRecord
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.rollout.base import GroupResult, RolloutEngine
     from rollplex_cli.engines.trainer.actor import Actor, UpdateOutcome
     from rollplex_cli.memory.leases import ObjectStore
+    from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.rl.rewards.scorer import Scorer
     from rollplex_cli.runtime.executor.executor import Executor, Fence
@@ -75,6 +77,7 @@ class StepTasks:
         store: ObjectStore,
         theta: ThetaGuard,
         events: EventWriter,
+        residency: Residency,
         *,
         team: Team,
         step: int,
@@ -84,6 +87,8 @@ class StepTasks:
         started: Sequence[Started] = (),
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
+        self._residency = residency
+        self._pool = DecodePool(residency, engines.rollout)
         self._team = team
         self._decoded: dict[int, GroupResult] = {}
         """Decoded here and not yet exchanged."""
@@ -133,15 +138,22 @@ class StepTasks:
     def run_rollout(self, executor: Executor) -> None:
         """The rollout lane's job for a step: decode every group, then whatever the graph has for the lane."""
         try:
-            self._decode(executor)
+            with self._residency.explaining("decode"):
+                self._decode(executor)
         except BaseException as error:
             executor.fail(error)
             raise
         executor.run(Lane.ROLLOUT)
 
+    def run_trainer(self, executor: Executor) -> None:
+        """The trainer lane's job for a step."""
+        self._pool.wait_opened()
+        executor.run(Lane.TRAINER)
+
     def _decode(self, executor: Executor) -> None:
         engine, board = self._engines.rollout, self._team.board
         keys = {g: TaskKey(TaskKind.DECODE, g) for g in self._inputs}
+        self._pool.open()
         engine.begin_step()
         board.begin_step(self._step, len(keys))
         executor.begin_decodes(keys.values())
@@ -162,6 +174,9 @@ class StepTasks:
                     results = engine.step()
                     for result in results:
                         self._take(result, keys[groups[result.group]], started)
+                    if not engine.has_work():
+                        # Before the last group is handed over: what follows may need the pool's memory.
+                        self._pool.end()
                 completed = [(r.decode_step, groups[r.group]) for r in results]
                 board.advance(clock, completed, finished=not engine.has_work())
                 progress |= board.listen()
@@ -176,10 +191,12 @@ class StepTasks:
                     time.sleep(BOARD_POLL_S)
             if waiting:
                 self._leave(executor, {g: ids[g] for g in sorted(waiting)})
+            self._pool.end()
         except BaseException:
             # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
             with contextlib.suppress(Exception):  # what stopped the step is the reason, not what cannot be saved
                 engine.abort()
+            self._pool.abandon()
             raise
 
     def _enough(self, waiting: set[int]) -> bool:
@@ -195,6 +212,7 @@ class StepTasks:
             engine.pause()
         else:
             engine.abort(list(ids.values()))
+        self._pool.end()
         for group, engine_id in ids.items():
             executor.leave_decode(TaskKey(TaskKind.DECODE, group))
             del self.records[group]
@@ -253,6 +271,7 @@ class StepTasks:
         self._store.put("responses", result, key)
 
     def _publish(self, _key: TaskKey) -> None:
+        self._residency.fill("snapshot")
         self._engines.publisher.publish()
 
     # ---- host lane ---------------------------------------------------------------------------------------

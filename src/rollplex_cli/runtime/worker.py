@@ -59,17 +59,21 @@ class _Session:
         self._control: Control | None = None
 
     def run(self) -> None:
-        """Build the rank and do its work: a training run, or the benchmark whose request lies in the run folder."""
+        """Build the rank and do its work: a training run, or the benchmark or measurement that the run folder asks
+        for."""
         # Heavy imports come after the log is redirected: what they print belongs there.
         from rollplex_cli.runtime.assembly.build import open_control, open_rank
         from rollplex_cli.runtime.bench.run import run_bench
         from rollplex_cli.runtime.loop import Run
+        from rollplex_cli.runtime.measure import run_measure
 
         control, machine = self._stack.enter_context(open_control(self._run, self._rank))
         self._control = control
         rank = self._stack.enter_context(open_rank(self._run, control, machine))
         if self._run.bench.exists():
             run_bench(rank)
+        elif self._run.measure.exists():
+            run_measure(rank)
         else:
             work = Run(rank)
             work.resume()

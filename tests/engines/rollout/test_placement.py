@@ -9,6 +9,7 @@ import random
 import signal
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,11 +17,16 @@ import pytest
 import torch
 
 from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.units import MIB
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
+from rollplex_cli.memory.manager import MemoryManager
+from rollplex_cli.memory.residency import Residency
+from rollplex_cli.memory.vmm.host import HostDriver
+from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 pytestmark = [pytest.mark.scenario, pytest.mark.usefixtures("default_group", "one_thread")]
@@ -102,8 +108,8 @@ def test_weights_and_pool_in_foreign_memory(tiny_checkpoint: Path, kit: Any, tin
     plain.close()
     weights, pool = Arena(2**20), Arena(2**20)
 
-    def rebind(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return weights.take(tuple(tensor.shape)).copy_(tensor)
+    def rebind(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: weights.take(tuple(tensor.shape)).copy_(tensor) for name, tensor in tensors.items()}
 
     def kv_buffers(
         k_shape: tuple[int, ...], v_shape: tuple[int, ...], dtype: torch.dtype, layers: int
@@ -129,6 +135,37 @@ def test_weights_and_pool_in_foreign_memory(tiny_checkpoint: Path, kit: Any, tin
         engine.close()
 
 
+def test_a_pool_without_memory_between_decodes_changes_nothing(tiny_checkpoint: Path, kit: Any, tiny: Any) -> None:
+    requests = [kit.request(i, tiny.video_prompt(i)) for i in range(3)]
+    plain = SglangRollout(options(tiny_checkpoint))
+    expected = kit.roll_out(plain, requests)
+    plain.close()
+    residency = Residency(MemoryManager(HostDriver(64 * MIB), budget_bytes=64 * MIB, host_budget_bytes=0))
+    engine = SglangRollout(
+        options(
+            tiny_checkpoint,
+            rebind=partial(place_weights, residency, {}),
+            kv_buffers=partial(place_key_values, residency),
+        )
+    )
+    residency.rest("rollout_kv")
+    for _ in range(2):
+        assert set(residency.manager.usage().regions) == {"snapshot"}
+        with residency.hold("rollout_kv", "a test"):
+            got = kit.roll_out(engine, requests)
+            engine.submit([kit.request(9, tiny.video_prompt(0))])
+            engine.step()
+            with pytest.raises(ValueError, match="`drop_caches` needs an idle"):
+                engine.drop_caches()
+            engine.abort()
+            engine.drop_caches()
+        for i in range(3):
+            assert [r.logprobs for r in got[i].responses] == [r.logprobs for r in expected[i].responses]
+            assert [r.cached_tokens for r in got[i].responses] == [r.cached_tokens for r in expected[i].responses]
+    engine.close()
+    residency.close()
+
+
 def test_close_frees_weights_and_pool(tiny_checkpoint: Path, kit: Any, tiny: Any) -> None:
     engine = SglangRollout(options(tiny_checkpoint))
     kit.roll_out(engine, [kit.request(0, tiny.video_prompt(0))])
@@ -141,8 +178,11 @@ def test_close_frees_weights_and_pool(tiny_checkpoint: Path, kit: Any, tiny: Any
 
 
 def test_a_wrong_rebind_is_refused_and_leaves_no_engine(tiny_checkpoint: Path) -> None:
+    def cut(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: tensor.flatten()[:-1] for name, tensor in tensors.items()}
+
     with pytest.raises(ValueError, match="`rebind`"):
-        SglangRollout(options(tiny_checkpoint, rebind=lambda _name, tensor: tensor.flatten()[:-1]))
+        SglangRollout(options(tiny_checkpoint, rebind=cut))
     SglangRollout(options(tiny_checkpoint)).close()
 
 

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from rollplex_cli.core.names import TaskKey, TaskKind
+from rollplex_cli.core.units import MIB
 from rollplex_cli.engines.trainer.arena import ALIGNMENT, FlatLayout, GradientArena
+from rollplex_cli.memory.manager import MemoryManager
+from rollplex_cli.memory.residency import Residency
+from rollplex_cli.memory.vmm.host import HostDriver
+from rollplex_cli.runtime.assembly.build_memory import gradient_memory
 
 
 def test_layout_separates_decay_and_aligns() -> None:
@@ -65,3 +71,22 @@ def test_model_gradients_stay_in_the_arena_in_bfloat16(tiny: Any) -> None:
     SplitModel(model_weights(model)).full_logprobs(tiny.prompt(1, [(1, 4, 4)]), [3, 4]).sum().backward()
     arena.check()
     assert all(arena.layout.view(arena.flat, slot).any() for slot in arena.layout.slots)
+
+
+def test_an_arena_in_a_region_has_its_memory_and_its_zeros_from_task_to_task() -> None:
+    residency = Residency(MemoryManager(HostDriver(MIB), budget_bytes=MIB, host_budget_bytes=0))
+    params = {"w": torch.nn.Parameter(torch.ones(3, 3)), "b": torch.nn.Parameter(torch.ones(3))}
+    arena = GradientArena(params, gradient_memory(residency))
+    residency.rest("gradients")
+    arena.zero()  # without memory there is nothing to do
+    suffix, update = TaskKey(TaskKind.ACTOR_SUFFIX, 0), TaskKey(TaskKind.UPDATE)
+    for _ in range(2):
+        residency.expect([suffix, update])
+        with residency.lease("gradients", suffix):
+            (params["w"].sum() * 2 + params["b"].sum()).backward()
+        with residency.lease("gradients", update):
+            arena.check()
+            assert arena.norm() == pytest.approx((9 * 4 + 3) ** 0.5)  # of this lifetime alone
+        residency.end("gradients", update)
+        assert residency.manager.usage().used_bytes == 0
+    residency.close()

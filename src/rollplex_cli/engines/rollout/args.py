@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
 
     from rollplex_cli.engines.rollout.host import Device
 
-    Rebind = Callable[[str, torch.Tensor], torch.Tensor]
-    """(SGLang parameter name, the tensor as loaded) -> tensor of equal shape, dtype and values to use instead."""
+    Rebind = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+    """All parameters as loaded, by SGLang name -> contiguous tensors of equal shapes, types and values instead."""
     Shape = tuple[int, ...]
     KvBuffers = Callable[[Shape, Shape, torch.dtype, int], tuple[list[torch.Tensor], list[torch.Tensor]]]
     """(K shape, V shape of one layer, dtype, number of layers) -> zeroed K and V buffers, one per layer."""
@@ -52,7 +52,7 @@ class RolloutOptions:
     fp32_lm_head: bool = False
     """Multiply the last hidden state with the head in float32."""
     rebind: Rebind | None = None
-    """Places every parameter elsewhere, before the KV pool and the decode graphs exist."""
+    """Places the parameters elsewhere, before the KV pool and the decode graphs exist."""
     kv_buffers: KvBuffers | None = None
     """Places the KV pool."""
     stream: torch.cuda.Stream | None = None

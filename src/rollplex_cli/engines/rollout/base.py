@@ -106,6 +106,9 @@ class RolloutEngine(Protocol):
     def pause(self) -> None:
         """Give back the KV of running requests, keeping their tokens and log-probs; `step` resumes them."""
 
+    def drop_caches(self) -> None:
+        """Forget every prompt: nothing in the KV pool is read again, so its memory may go until the next `step`."""
+
     def publish(self) -> None:
         """The weights were rewritten in place: drop every cache computed under the old ones."""
 

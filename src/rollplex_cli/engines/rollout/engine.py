@@ -217,14 +217,20 @@ class SglangRollout:
         self._scheduler.retract_running()
 
     @_engine_call
+    def drop_caches(self) -> None:
+        """Forget every prompt, in the KV pool and among the vision embeddings: nothing of them is read again.
+
+        Raises ValueError while requests hold KV: `pause` first.
+        """
+        self._flush("drop_caches")
+
+    @_engine_call
     def publish(self) -> None:
         """The weights were rewritten in place: drop every cache computed under the old ones.
 
         Raises ValueError while requests hold KV: `pause` first.
         """
-        if self._scheduler.holds_kv:
-            raise ValueError("`publish` needs an idle or paused engine")
-        self._scheduler.flush()
+        self._flush("publish")
         self._version += 1
         for track in self._by_rid.values():
             track.versions.append((len(track.req.output_ids), self._version))
@@ -247,6 +253,11 @@ class SglangRollout:
         gc.collect()
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _flush(self, call: str) -> None:
+        if self._scheduler.holds_kv:
+            raise ValueError(f"`{call}` needs an idle or paused engine")
+        self._scheduler.flush()
 
     def _check_fits(self, inputs: Any) -> None:
         prompt = inputs.request.input.num_tokens

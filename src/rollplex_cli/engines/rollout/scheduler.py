@@ -77,10 +77,15 @@ class HostedScheduler(Scheduler):
         """Load the model, then place its weights before pools and decode graphs take their addresses."""
         super().init_tp_model_worker()
         model = self.model
-        for name, parameter in model.named_parameters():
+        parameters = dict(model.named_parameters())
+        for parameter in parameters.values():
             parameter.requires_grad_(False)
-            if self._rebind is not None:
-                parameter.data = _checked(name, parameter.data, self._rebind(name, parameter.data))
+        if self._rebind is not None:
+            placed = self._rebind({name: parameter.data for name, parameter in parameters.items()})
+            for name, parameter in parameters.items():
+                parameter.data = _checked(name, parameter.data, placed[name])
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # the pool is sized by what the device has free, and nothing else runs yet
         patches.linear_patch_embed(model.visual.patch_embed)
 
     @property

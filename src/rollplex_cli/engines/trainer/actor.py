@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
+    from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.engines.weights.shards import Box
@@ -81,6 +82,7 @@ class Actor:
         shard: this rank's share where a training group has several ranks; None for whole parameters.
         host: page-locked memory within a budget, for the optimizer's state; None takes PyTorch's.
         staging: device memory for the duration of an update (`StreamingAdamW`); None takes it from PyTorch.
+        gradient_memory: holds the gradient arena; None leaves it to PyTorch.
 
     Raises ValueError where no default torch.distributed group exists, DoesNotFitError where the optimizer's state
     does not fit the host.
@@ -100,6 +102,7 @@ class Actor:
         shard: Shard | None = None,
         host: HostMemory | None = None,
         staging: Callable[[int], torch.Tensor] | None = None,
+        gradient_memory: FlatMemory | None = None,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
@@ -110,7 +113,7 @@ class Actor:
             name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad
         }
         self._mode = prefix_activations
-        self._arena = GradientArena(self._params)
+        self._arena = GradientArena(self._params, gradient_memory)
         self.shard = shard
         sync = GradientSync(shard, self._arena) if shard is not None else None
         self._optimizer = StreamingAdamW(

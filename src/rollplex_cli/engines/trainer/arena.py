@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 ALIGNMENT = 64
 """Elements. Parameters start at multiples of it, so vectorised kernels cut a flat array the same way wherever a
@@ -70,17 +70,35 @@ class FlatLayout:
                 yield slot, low, high
 
 
+@dataclass(frozen=True, slots=True)
+class FlatMemory:
+    """Where a flat array lies when it is not PyTorch's to place."""
+
+    place: Callable[[int, torch.dtype], torch.Tensor]
+    """(elements, dtype) -> zeroed tensor [elements], always at one address."""
+    is_mapped: Callable[[], bool]
+    """Whether it has memory now; what gets memory again reads as zeros."""
+
+
 class GradientArena:
     """One flat array whose views are the parameters' `.grad`; backward accumulates into it in place.
 
     Its type is max(float32, parameter type). Owns the array; the parameters only borrow it.
+
+    Args:
+        params: name to parameter, on one device.
+        memory: what holds the array; None leaves it to PyTorch. Without memory its gradients count as zeros.
     """
 
-    def __init__(self, params: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(self, params: Mapping[str, torch.nn.Parameter], memory: FlatMemory | None = None) -> None:
         first = next(iter(params.values()))
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.layout = FlatLayout.of(params)
-        self.flat = torch.zeros(self.layout.size, dtype=dtype, device=first.device)
+        self._memory = memory
+        if memory is None:
+            self.flat = torch.zeros(self.layout.size, dtype=dtype, device=first.device)
+        else:
+            self.flat = memory.place(self.layout.size, dtype)
         self._params = dict(params)
         for slot in self.layout.slots:
             param = self._params[slot.name]
@@ -91,7 +109,8 @@ class GradientArena:
 
     def zero(self) -> None:
         """Start a new step."""
-        self.flat.zero_()
+        if self._memory is None or self._memory.is_mapped():
+            self.flat.zero_()
 
     def scale(self, factor: float) -> None:
         """Multiply every gradient by `factor`."""

@@ -55,6 +55,18 @@ def _transfer(plan: ShardPlan, home: str, part: HomePart) -> Transfer | None:
     return Transfer(home=home, how=how, first_row=part.first_row, rows=part.rows, sharers=sharers)
 
 
+def foreign_rows(plan: ShardPlan) -> dict[str, list[tuple[int, int]]]:
+    """Runs of rows (first, count) of each rollout tensor that other ranks train and every publish rewrites."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for transfer in plan_transfers(plan):
+        if transfer.how == "rows":
+            chunk = transfer.rows // plan.replicas
+            others = (replica for replica in range(plan.replicas) if replica != plan.replica)
+            runs = [(transfer.first_row + replica * chunk, chunk) for replica in others]
+            found.setdefault(transfer.home, []).extend(runs)
+    return found
+
+
 class Exchange:
     """The exchange group of a rank. `run` is a collective of the group.
 

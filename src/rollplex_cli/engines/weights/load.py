@@ -95,12 +95,22 @@ def fill_homes(plan: ShardPlan, homes: Mapping[str, torch.Tensor], read: Callabl
 
 
 @torch.no_grad()
-def fill_parameters(plan: ShardPlan, module: Any, read: Callable[[str, Box], torch.Tensor], device: str) -> None:
-    """Give a meta module of `build_shards` parameters of its own with a rank's training shard (the reference)."""
+def fill_parameters(
+    plan: ShardPlan,
+    module: Any,
+    read: Callable[[str, Box], torch.Tensor],
+    device: str,
+    places: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Give a meta module of `build_shards` parameters of its own with a rank's training shard (the reference).
+
+    `places` holds contiguous tensors for them by parameter name; None leaves them to PyTorch.
+    """
     for name, param in list(module.named_parameters()):
         placement = plan.placements[name]
-        value = read(placement.tensor, placement.box).to(device=device, dtype=param.dtype)
-        replacement = torch.nn.Parameter(value.contiguous(), requires_grad=param.requires_grad)
+        value = read(placement.tensor, placement.box)
+        own = value.to(device=device, dtype=param.dtype).contiguous() if places is None else places[name].copy_(value)
+        replacement = torch.nn.Parameter(own, requires_grad=param.requires_grad)
         for owner in module.modules():
             for attribute, own in list(owner._parameters.items()):
                 if own is param:

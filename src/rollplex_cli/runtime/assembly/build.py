@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import os
 from functools import partial
@@ -18,19 +19,15 @@ from rollplex_cli.data.loader import PromptCache, PromptLoader
 from rollplex_cli.data.order import BatchOrder
 from rollplex_cli.data.processor import PromptBuilder
 from rollplex_cli.data.tasks import load_task
+from rollplex_cli.memory import crash
 from rollplex_cli.plan.model import load_shape
 from rollplex_cli.plan.topology import build_topology, head_faults
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
+from rollplex_cli.runtime.assembly.build_memory import build_memory
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
-from rollplex_cli.runtime.assembly.build_trainer import build_trainer
-from rollplex_cli.runtime.assembly.devices import (
-    backend_of,
-    build_sharing,
-    device_of,
-    open_host_memory,
-    set_up_lane,
-)
+from rollplex_cli.runtime.assembly.build_trainer import build_trainer, foreign_weights
+from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
 from rollplex_cli.runtime.assembly.rank import Rank
 from rollplex_cli.runtime.control.control import Control
 from rollplex_cli.runtime.control.peers import Peers
@@ -46,6 +43,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.data.types import Sample
+    from rollplex_cli.memory.manager import ResidencyChange
     from rollplex_cli.profile.schema import Profile
 
 RENDEZVOUS_TIMEOUT = datetime.timedelta(minutes=30)
@@ -88,16 +86,30 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     # One after the other, in the same order on every rank: all three create process groups.
     joined = trainer_lane.submit(lambda: _team(profile, run, control))
     team = control.await_future(joined, "creating process groups")
-    built = rollout_lane.submit(
-        lambda: build_rollout(profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer")
+
+    def log_change(change: ResidencyChange) -> None:
+        events.point("residency", step=control.step, phase=machine.state, lane="memory", **dataclasses.asdict(change))
+
+    made = rollout_lane.submit(
+        lambda: build_memory(profile, where=lambda: f"step {control.step}, phase {machine.state}", on_change=log_change)
     )
+    memory = control.await_future(made, "opening the device's memory")
+    residency = memory.residency
+    built = rollout_lane.submit(
+        lambda: build_rollout(
+            profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer",
+            residency=residency, foreign=foreign_weights(profile, run.base_dir, team),
+        )
+    )  # fmt: skip
     rollout = control.await_future(built, "building the rollout engine")
+    # After the engine's libraries, which install handlers of their own.
+    crash.install()
     banned = tuple(getattr(rollout, "banned_token_ids", ()))
     params = control.await_future(rollout_lane.submit(rollout.parameters), "reading the rollout's parameters")
-    made = trainer_lane.submit(
-        lambda: build_trainer(profile, run.base_dir, params, banned, team, open_host_memory(profile))
+    trainer = control.await_future(
+        trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned, team, residency)),
+        "building the trainer",
     )
-    trainer = control.await_future(made, "building the trainer")
     publisher = Publisher(team, trainer.plan, params, rollout, trainer.actor, check=profile.guards.check_publish)
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
     scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))
@@ -117,12 +129,13 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         ),
         team=team, plan=trainer.plan,
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
-        sharing=build_sharing(profile),
+        sharing=build_sharing(profile), memory=memory,
     )  # fmt: skip
     control.doing("")
     try:
         yield rank
         control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
+        control.await_future(rollout_lane.submit(residency.close), "giving the device's memory back")
     finally:
         loader.close(wait=False)
         cache.close()

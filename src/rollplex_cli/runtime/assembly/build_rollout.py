@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch.distributed as dist
@@ -13,13 +14,15 @@ from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
+from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from rollplex_cli.engines.rollout.base import RolloutEngine
+    from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
 
 
@@ -34,15 +37,20 @@ def build_rollout(
     *,
     replicas: tuple[tuple[int, ...], ...] | None = None,
     weights: Literal["from_checkpoint", "from_trainer"] = "from_checkpoint",
+    residency: Residency | None = None,
+    foreign: Mapping[str, Sequence[tuple[int, int]]] | None = None,
 ) -> RolloutEngine:
     """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point.
 
     Args:
         replicas: global ranks of every rollout replica; None makes every rank its own.
         weights: `from_trainer` leaves them to be written by whoever builds the trainer.
+        residency: places weights and KV pool, which is without memory until its next lease; None leaves them to the
+            engine.
+        foreign: rows of the weights that other ranks train, see `place_weights`.
     """
     device = device_of(profile)
-    return SglangRollout(
+    engine = SglangRollout(
         RolloutOptions(
             model_dir=model_dir,
             replicas=replicas,
@@ -55,8 +63,13 @@ def build_rollout(
             chunked_prefill_tokens=profile.rollout.chunked_prefill_tokens,
             seed=derive_seed(profile.runtime.seed, "engine"),
             stream=rollout_stream() if device == "cuda" else None,
+            rebind=None if residency is None else partial(place_weights, residency, foreign or {}),
+            kv_buffers=None if residency is None else partial(place_key_values, residency),
         )
     )
+    if residency is not None:
+        residency.rest("rollout_kv")
+    return engine
 
 
 @contextlib.contextmanager

@@ -11,9 +11,12 @@ from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
+from rollplex_cli.engines.weights.exchange import foreign_rows
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
 from rollplex_cli.engines.weights.views import bind_views
+from rollplex_cli.memory.regions import Content
+from rollplex_cli.runtime.assembly.build_memory import gradient_memory, optimizer_staging, place_staging
 from rollplex_cli.runtime.assembly.devices import device_of
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Any, Literal
 
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
-    from rollplex_cli.memory.pinned import HostMemory
+    from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.team.team import Team
 
@@ -42,23 +45,22 @@ def build_trainer(
     rollout_params: Mapping[str, torch.Tensor],
     banned: Sequence[int],
     team: Team,
-    host: HostMemory,
+    residency: Residency,
 ) -> Trainer:
     """Load the base checkpoint into the rollout's tensors; actor on views of them with its optimizer's state in
-    `host`, reference on a copy of its own where KL needs one.
+    page-locked memory, reference on a copy of its own where KL needs one. Gradients, staging memory and reference are
+    without memory until their next lease.
 
     Call it on the thread that will own both; every rank at the same point.
 
     Raises:
         UsageError: a checkpoint that cannot be read or is not of the model its configuration describes.
-        DoesNotFitError: the optimizer's state does not fit `host`, or cannot be page-locked.
+        OutOfMemoryError: over `memory.budget_gib` or `memory.host_budget_gib`, or the host's memory cannot be
+            page-locked.
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
-    topology, place = team.topology, team.place
     reader = open_weights(base_dir, config, device_of(profile))
-    degrees = {
-        "train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": topology.rollout_tp
-    }  # fmt: skip
+    degrees = _degrees(team)
     model, plan = build_shards(config, dtype, **degrees)
     bind_views(model, rollout_params, plan)
     fill_homes(plan, rollout_params, reader.read)
@@ -83,14 +85,34 @@ def build_trainer(
         data_parallel_group=team.groups.data,
         freeze_vision=profile.model.freeze_vision,
         shard=shard,
-        host=host,
+        gradient_memory=gradient_memory(residency),
+        host=residency.manager.host,
+        staging=optimizer_staging(residency),
     )
+    residency.rest("gradients")
+    place_staging(residency, actor.staging_bytes)
     if profile.algorithm.kl_coef == 0:
         return Trainer(actor=actor, reference=None, plan=plan)
     frozen, _ = build_shards(config, dtype, **degrees)
-    fill_parameters(plan, frozen, reader.read, device_of(profile))
+    shapes = {name: (tuple(param.shape), param.dtype) for name, param in frozen.named_parameters()}
+    places = residency.place("reference_weights", shapes, content=Content.CONSTANT)
+    fill_parameters(plan, frozen, reader.read, device_of(profile), places)
     reference = Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned, shard=shard)
+    residency.rest("reference_weights")
     return Trainer(actor=actor, reference=reference, plan=plan)
+
+
+def foreign_weights(profile: Profile, base_dir: Path, team: Team) -> dict[str, list[tuple[int, int]]]:
+    """Rows of the rollout's tensors that other ranks train, see `foreign_rows`."""
+    config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
+    return foreign_rows(build_shards(config, dtype, **_degrees(team))[1])
+
+
+def _degrees(team: Team) -> dict[str, int]:
+    topology, place = team.topology, team.place
+    return {
+        "train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": topology.rollout_tp
+    }  # fmt: skip
 
 
 class Weights(Protocol):

@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from rollplex_cli.core.units import GIB
-from rollplex_cli.memory.pinned import HostMemory
-from rollplex_cli.memory.vmm import open_driver
-from rollplex_cli.memory.vmm.host import available_bytes
 from rollplex_cli.profile.sharing import parse_policy
 from rollplex_cli.runtime.sharing.sharing import Sharing
 from rollplex_cli.runtime.sharing.streams import TrainerStreams, highest_priority, total_sms
@@ -35,13 +31,6 @@ def backend_of(device: Literal["cpu", "cuda"]) -> str:
 def gpu_index() -> int:
     """CUDA device of this rank."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-def open_host_memory(profile: Profile) -> HostMemory:
-    """This rank's page-locked host memory: its share of `memory.host_budget_gib`, or what the machine has left."""
-    device, budget = device_of(profile), profile.memory.host_budget_gib
-    num_bytes = available_bytes() if budget is None else int(budget * GIB) // profile.topology.ranks_per_node
-    return HostMemory(open_driver(device if device == "cpu" else f"cuda:{gpu_index()}"), num_bytes)
 
 
 def build_sharing(profile: Profile) -> Sharing:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.inputs import MediaTokens
     from rollplex_cli.engines.weights.shards import ShardPlan
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.runtime.assembly.build_memory import RankMemory
     from rollplex_cli.runtime.control.control import Control
     from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.lanes import LaneThread
@@ -56,6 +57,7 @@ class Rank:
     first_group: int
     """Global id of the training group's first prompt group in a step."""
     sharing: Sharing
+    memory: RankMemory
     theta: ThetaGuard = field(default_factory=ThetaGuard)
     store: ObjectStore = field(default_factory=ObjectStore)
 

@@ -40,13 +40,30 @@ def draw_inputs(rank: Rank, workload: Workload, step: int, count: int) -> list[P
     return [_draw(rank, workload, step, rank.first_group + group) for group in range(count)]
 
 
+def longest_inputs(rank: Rank, step: int, count: int) -> list[PromptInput]:
+    """This rank's prompts of a step, each one video of as many tokens as the profile allows a prompt."""
+    inputs = []
+    for group in range(count):
+        seed = derive_seed(rank.profile.runtime.seed, "longest", step, rank.first_group + group)
+        # One of the tokens below opens the video and comes on top.
+        length = rank.profile.data.max_prompt_tokens - 1
+        name = f"longest-{step}-{rank.first_group + group}"
+        inputs.append(_build(rank, random.Random(seed), length, seed, name, video=True))
+    return inputs
+
+
 def _draw(rank: Rank, workload: Workload, step: int, group: int) -> PromptInput:
     seed = derive_seed(rank.profile.runtime.seed, "workload", step, group)
-    rng, tokens = random.Random(seed), rank.media_tokens
+    rng = random.Random(seed)
     length = workload.draw_prompt_tokens(rng, rank.profile.data.max_prompt_tokens)
+    return _build(rank, rng, length, seed, f"{workload.name}-{step}-{group}", video=workload.video)
+
+
+def _build(rank: Rank, rng: random.Random, length: int, seed: int, name: str, *, video: bool) -> PromptInput:
+    tokens = rank.media_tokens
     text = [rng.choice(WORDS) for _ in range(length)]
-    sample = Sample(sample_id=f"{workload.name}-{step}-{group}", question="", answer="", kind=workload.name)
-    if not workload.video or length < MIN_TEXT_TOKENS:
+    sample = Sample(sample_id=name, question="", answer="", kind=name.rsplit("-", 2)[0])
+    if not video or length < MIN_TEXT_TOKENS:
         return build_prompt_input(Prompt(sample=sample, token_ids=tuple(text), media=()), tokens)
     room = length - MIN_TEXT_TOKENS
     merged = tokens.merge_size**2

@@ -91,15 +91,14 @@ def _step(
     rank.control.step = number
     rank.sharing.follow(parse_policy(variant.policy))
     allocations = _device_allocations()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    rank.memory.meter.take_driver_peak()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
     outcome = result.tasks.outcome
     assert outcome is not None
     row = {
         **result.row,
         "optimizer": dataclasses.asdict(outcome.stats),
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": rank.memory.meter.take_driver_peak() if torch.cuda.is_available() else None,
         "device_allocations": _device_allocations() - allocations,
         "prompt_tokens": [i.num_tokens for i in inputs],
         "num_responses": len(inputs) * rank.profile.rollout.group_size,
@@ -108,14 +107,6 @@ def _step(
         with rank.run.metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({**row, "schedule": variant.schedule, "variant": variant.name}) + "\n")
     return row
-
-
-def _peak_bytes() -> int | None:
-    """Largest use of device memory in the step: what PyTorch allocated at most, and what others hold beside it."""
-    if not torch.cuda.is_available():
-        return None
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
 
 
 def _device_allocations() -> int:

@@ -91,6 +91,8 @@ class Executor:
         """Completed tasks and decode steps so far."""
         self.on_terminal: Callable[[TaskKey], None] = lambda _key: None
         """Called (under the executor's lock) when a task is done or cancelled; the object store frees by it."""
+        self.between_tasks: Callable[[], None] = lambda: None
+        """Called by a lane after each of its tasks, under no lock."""
 
     # ---- lanes -------------------------------------------------------------------------------------------
 
@@ -182,6 +184,7 @@ class Executor:
             fence = self._bodies[key.kind](key)
         self._boundary(key, "after")
         self._complete(key, fence)
+        self.between_tasks()
 
     def _wait_fences(self, key: TaskKey) -> None:
         lane = LANES[key.kind]

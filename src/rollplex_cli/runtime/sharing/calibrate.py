@@ -167,6 +167,11 @@ class _Probe:
         return rate
 
     def _decode(self, batch: int) -> None:
+        with self._rank.memory.residency.hold("rollout_kv", "calibration"):
+            self._decode_until_stopped(batch)
+            self._rank.engines.rollout.drop_caches()
+
+    def _decode_until_stopped(self, batch: int) -> None:
         engine = self._rank.engines.rollout
         engine.begin_step()
         steady = 0

@@ -1,0 +1,100 @@
+"""Managed memory in real runs: budgets, use outside of a lifetime, and nothing that grows."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from scenarios.support import prepare_run, rollplex, sets, small
+
+from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.core.status import read_status
+from rollplex_cli.profile.dump import resolved_yaml
+from rollplex_cli.profile.load import load_profile
+from rollplex_cli.report.measured import measured_phases, memory_rows
+
+if TYPE_CHECKING:
+    from typing import Any
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
+
+STEPS = 12
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of `STEPS` steps with a checkpoint at its end."""
+    run = RunFolder(tmp_path_factory.mktemp("residency") / "run")
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", f"runtime.max_steps={STEPS}")
+    done = rollplex("train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *sets(small(*base)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return run
+
+
+def resume(run: RunFolder, *overrides: str) -> subprocess.CompletedProcess[str]:
+    steps = f"runtime.max_steps={STEPS + 1}"
+    return rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", *sets([steps, *overrides]))
+
+
+def test_regions_hold_what_the_lifetime_table_says(trained: RunFolder) -> None:
+    phases = measured_phases(trained)
+    names = {phase: set(seen["objects"]) - {"reference_boundary", "actor_boundary"} for phase, seen in phases.items()}
+    chunks = {"optimizer_chunks"}
+    assert names["GENERATE"] == {"snapshot", "rollout_kv", "reference_weights"}
+    assert names["LEARN"] == {"snapshot", "reference_weights", "gradients"}
+    assert names["UPDATE"] - chunks == {"snapshot", "gradients"}
+    assert names["PUBLISH"] == {"snapshot"}
+    ends = [row for row in memory_rows(trained) if row["phase"] == "PUBLISH"]
+    assert [row["step"] for row in ends] == list(range(1, STEPS + 1))
+    assert all(set(row["regions"]) == {"snapshot"} for row in ends)
+
+
+def test_nothing_grows(trained: RunFolder) -> None:
+    tool = [sys.executable, str(ROOT / "tools" / "leak_check.py"), str(trained.root), "--after", "4", "--share", "0.05"]
+    done = subprocess.run(tool, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) -> None:
+    before, stored = sorted(path.name for path in trained.checkpoints_dir.iterdir()), trained.profile.read_text()
+    job = load_profile(trained.profile, ["memory.budget_gib=0.006"])
+    trained.profile.write_text(resolved_yaml(job))
+    # The rank itself, because a plan may refuse the job before any rank starts.
+    worker = [sys.executable, "-m", "rollplex_cli.runtime.worker", str(trained.root)]
+    done = subprocess.run(worker, capture_output=True, text=True, timeout=120, check=False)
+    status = read_status(trained.status(0))
+    assert done.returncode == 3
+    assert status is not None and status.exit_code == 3
+    assert "`rollout_kv` within `memory.budget_gib` wants 8.0 MiB" in status.message
+    assert "held by `snapshot` 2.8 MiB" in status.message
+    assert sorted(path.name for path in trained.checkpoints_dir.iterdir()) == before
+    trained.profile.write_text(stored)
+    again = resume(trained, "memory.budget_gib=null", "memory.residency=resident")
+    assert again.returncode == 0, again.stderr[-2000:]
+    assert set(memory_rows(trained)[-1]["regions"]) >= {"snapshot", "rollout_kv", "reference_weights", "gradients"}
+
+
+def test_a_host_budget_too_small_ends_with_3(tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    host = "memory.host_budget_gib=0.001"
+    done = rollplex("train", "--profile", "tiny", "--run-dir", run, "--plain", *sets(small(host)))
+    assert done.returncode == 3
+    assert "host memory" in done.stderr and "available" in done.stderr
+
+
+def test_use_outside_of_a_lifetime_is_refused_or_named(prepared: RunFolder, tmp_path: Path) -> None:
+    run = prepare_run(tmp_path / "run", prepared)
+    script = Path(__file__).with_name("use_after_unmap.py")
+    done: Any = subprocess.run(
+        [sys.executable, str(script), str(run.root)], capture_output=True, text=True, timeout=240, check=False
+    )
+    ended = "whose lifetime ended after `update` (step 1, phase UPDATE)"
+    assert f"REFUSED `actor_suffix[0]` asked for `gradients` (step 1, phase PUBLISH), {ended}" in done.stdout
+    assert done.returncode == -signal.SIGSEGV
+    assert "SURVIVED" not in done.stdout
+    assert "is in region `gradients`, unmapped after `update` (step 1, phase UPDATE)" in done.stderr
