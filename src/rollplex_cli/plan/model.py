@@ -59,6 +59,16 @@ class ModelShape:
         return self.hidden_size // self.num_heads
 
     @property
+    def vision_width(self) -> int:
+        """Width of the vision MLP with its pad."""
+        return -(-self.vision_intermediate_size // VISION_PAD) * VISION_PAD
+
+    @property
+    def patch_elements(self) -> int:
+        """Pixel values of one patch."""
+        return self.vision_in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
     def num_parameters(self) -> int:
         """Trainable elements, without pad and with tied embeddings counted once."""
         return sum(group.count for group in self.groups(pad=1))
@@ -95,10 +105,9 @@ class ModelShape:
     def _vision_groups(self, pad: int) -> list[ParameterGroup]:
         v, depth = self.vision_hidden_size, self.vision_depth
         width = -(-self.vision_intermediate_size // pad) * pad
-        patch = self.vision_in_channels * self.temporal_patch_size * self.patch_size**2
         merged = self.merge_size**2 * v
         return [
-            _replicated("vision.patch_embed", patch * v),
+            _replicated("vision.patch_embed", self.patch_elements * v),
             _rows("vision.qkv", depth * 3 * (v * v + v)),
             _columns("vision.proj", depth * v * v),
             _rows("vision.mlp.gate_up", depth * 2 * (v * width + width)),
