@@ -113,10 +113,7 @@ def memory_summary(plan: Plan) -> dict[str, Any]:
             for phase in PHASES
             for moment in (memory.peak_moment(phase),)
         ],
-        "moments": [
-            {"name": moment.name, "phase": moment.phase, "bytes": moment.total_bytes, "objects": _objects(moment)}
-            for moment in memory.moments
-        ],
+        "moments": moments_summary(memory),
         "weights": dataclasses.asdict(memory.weights),
         "host_bytes": memory.host_bytes,
         "pinned_bytes": memory.pinned_bytes,
@@ -128,6 +125,14 @@ def memory_summary(plan: Plan) -> dict[str, Any]:
         "update_s": memory.update_s,
         "assumptions": list(assumptions(plan.memory_inputs)),
     }
+
+
+def moments_summary(memory: MemoryLedger) -> list[dict[str, Any]]:
+    """Every moment of a step in order."""
+    return [
+        {"name": moment.name, "phase": moment.phase, "bytes": moment.total_bytes, "objects": _objects(moment)}
+        for moment in memory.moments
+    ]
 
 
 def _objects(moment: Moment) -> list[dict[str, Any]]:

@@ -54,9 +54,7 @@ class Saved:
 def suffix_bytes(tiny: Any, layers: int) -> tuple[int, MemoryInputs]:
     model = tiny.model(layers=layers)
     prompt = tiny.prompt(3, [(4, 8, 8)])
-    packed = pack_suffix(
-        prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, tiny.responses(3, LENGTHS)
-    )
+    packed = pack_suffix(prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, tiny.responses(3, LENGTHS))
     split = SplitModel(model_weights(model))
     state = split.prefix(prompt, "recompute")
     saved = Saved(model, [t for pair in state.boundary for t in pair])
@@ -85,10 +83,12 @@ def prefix_bytes(tiny: Any, **options: Any) -> tuple[int, MemoryInputs, Any]:
 def test_a_decoder_layer_of_a_prefix(tiny: Any) -> None:
     fewer, _, _ = prefix_bytes(tiny, layers=2)
     more, inputs, prompt = prefix_bytes(tiny, layers=4)
-    assert (more - fewer) / 2 == pytest.approx((prompt.num_tokens - 1) * activations.decoder_layer(inputs).kept, rel=0.03)
+    assert (more - fewer) / 2 == pytest.approx(
+        (prompt.num_tokens - 1) * activations.decoder_layer(inputs).kept, rel=0.03
+    )
 
 
 def test_a_kept_prefix_with_its_vision_tower(tiny: Any) -> None:
     measured, inputs, _ = prefix_bytes(tiny, layers=2)
     # The plan takes every token for media; a few here are words.
-    assert measured == pytest.approx(activations.kept_prefix(inputs), rel=0.1), (measured / MIB)
+    assert measured == pytest.approx(activations.kept_prefix(inputs), rel=0.1), measured / MIB

@@ -145,9 +145,8 @@ class SplitModel:
         hidden = language.embed(weights, ids, None, ()).unsqueeze(0)
 
         def run(entry: torch.Tensor, index: int) -> torch.Tensor:
-            return language.decoder_layer(
-                weights.layers[index], sizes, entry, angles, self._attention, prefix=state.boundary[index], behind=behind
-            )[0]
+            layer, prefix = weights.layers[index], state.boundary[index]
+            return language.decoder_layer(layer, sizes, entry, angles, self._attention, prefix=prefix, behind=behind)[0]
 
         for index in range(len(weights.layers)):
             if index < self._redone_layers and torch.is_grad_enabled():

@@ -77,6 +77,12 @@ def weight_gradient(inputs: MemoryInputs, elements: int) -> int:
     return elements * (size + (FLOAT32_BYTES if size < FLOAT32_BYTES else 0))
 
 
+def _gate_up_gradient(inputs: MemoryInputs) -> int:
+    """Of the widest matrix of a layer."""
+    gate = -(-inputs.shape.intermediate_size // inputs.train_tp)
+    return weight_gradient(inputs, 2 * gate * inputs.shape.hidden_size)
+
+
 def suffix_activations(inputs: MemoryInputs) -> int:
     """Training the packed responses of one group, at the worst moment of its backward."""
     rows, layers, kept, layer = inputs.suffix_rows, inputs.shape.num_layers, inputs.kept_layers, decoder_layer(inputs)
@@ -84,7 +90,7 @@ def suffix_activations(inputs: MemoryInputs) -> int:
     # Rotary angles, shared by all layers; input and output of the last norm.
     saved = rows * (2 * FLOAT32_BYTES * inputs.shape.head_dim + 2 * layer.entry) + _masks(inputs)
     saved += rows * (redone * layer.entry + kept * (layer.kept + joined_keys(inputs)))
-    gate_up = weight_gradient(inputs, 2 * -(-inputs.shape.intermediate_size // inputs.train_tp) * inputs.shape.hidden_size)
+    gate_up = _gate_up_gradient(inputs)
     at_head = _head(inputs)
     in_kept = rows * layer.backward + gate_up if kept else 0
     # The kept layers are the last ones: when the first of the others is run again, they are gone.
@@ -94,7 +100,8 @@ def suffix_activations(inputs: MemoryInputs) -> int:
 
 def _head(inputs: MemoryInputs) -> int:
     """Logits of all rows and their gradients, float32: the log-probs' backward holds both, and where the vocabulary is
-    whole PyTorch's cross entropy a third array. Then the head's weight gradient beside 16-bit gradients of the logits."""
+    whole PyTorch's cross entropy a third array. Then the head's weight gradient beside gradients of the logits in the
+    weights' type."""
     rows = inputs.suffix_rows
     columns = -(-inputs.shape.vocab_size // inputs.train_tp)
     arrays = 2 if inputs.train_tp > 1 else 3
@@ -148,9 +155,8 @@ def prefix_backward(inputs: MemoryInputs) -> int:
     """One prefix going backward, beyond what is kept from its forward: stage by stage, the stages' inputs on the device
     under `recompute`."""
     shape, tokens, layer, block = inputs.shape, inputs.max_prompt_tokens, decoder_layer(inputs), vision_block(inputs)
-    tp = inputs.train_tp
-    gate_up = weight_gradient(inputs, 2 * -(-shape.intermediate_size // tp) * shape.hidden_size)
-    words = weight_gradient(inputs, -(-shape.vocab_size // tp) * shape.hidden_size)
+    gate_up = _gate_up_gradient(inputs)
+    words = weight_gradient(inputs, -(-shape.vocab_size // inputs.train_tp) * shape.hidden_size)
     if inputs.prefix_activations == "keep":
         return max(tokens * layer.backward + gate_up, tokens * layer.entry + words)
     redone = inputs.prefix_activations == "recompute"
