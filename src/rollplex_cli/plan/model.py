@@ -74,8 +74,9 @@ class ModelShape:
         return sum(group.count for group in self.groups(pad=1))
 
     def groups(self, pad: int = VISION_PAD) -> list[ParameterGroup]:
-        """Every parameter, by role; the vision MLP's width is rounded up to a multiple of `pad`."""
-        return [*self._text_groups(), *self._vision_groups(pad)]
+        """Every parameter, by role. The vision MLP's width is rounded up to a multiple of `pad`, and the vocabulary to
+        one of `VOCAB_PAD` unless `pad` is 1."""
+        return [*self._text_groups(1 if pad == 1 else VOCAB_PAD), *self._vision_groups(pad)]
 
     def shard_parameters(self, degree: int) -> int:
         """Elements that one rank of a tensor-parallel group holds, pad included."""
@@ -87,12 +88,13 @@ class ModelShape:
         # layers x (key, value) x heads of this rank x head width x bytes
         return self.num_layers * 2 * heads * self.head_dim * bytes_per_value
 
-    def _text_groups(self) -> list[ParameterGroup]:
+    def _text_groups(self, pad: int) -> list[ParameterGroup]:
+        rows = -(-self.vocab_size // pad) * pad
         h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         layers = self.num_layers
-        head = [] if self.tied_embeddings else [_rows("lm_head", self.vocab_size * h)]
+        head = [] if self.tied_embeddings else [_rows("lm_head", rows * h)]
         return [
-            _rows("embed_tokens", self.vocab_size * h),
+            _rows("embed_tokens", rows * h),
             *head,
             _rows("attention.q", layers * (h * h + h)),
             ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv)),
