@@ -61,11 +61,11 @@ def test_json_has_what_was_asked_for(shown: Shown) -> None:
 def test_too_small_a_budget_names_the_peak_and_the_smallest_change(shown: Shown) -> None:
     code, out, err = shown("--profile", "qwen25vl32b", "--set", "memory.budget_gib=60")
     assert code == 3
-    assert "does not fit into 60.0 GiB, 10.1 GiB too much" in out
+    assert "does not fit into 60.0 GiB, 10.7 GiB too much" in out
     lines = err.splitlines()
     assert lines[0] == "error: the plan exceeds the profile's memory budget"
     assert lines[1].startswith(
-        "  memory per GPU: 70.1 GiB needed at the peak (LEARN, actor suffix: suffix_activations "
+        "  memory per GPU: 70.7 GiB needed at the peak (LEARN, actor suffix: suffix_activations "
     )
     assert lines[2].startswith("hint: the smallest change that fits (")
     change = lines[2].partition("--set ")[2]

@@ -167,6 +167,7 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         master=getattr(profile.optimizer, "master", "full"),
         prompt_cache_bytes=round(profile.data.cache_gib * GIB),
         on_gpu=profile.topology.device == "cuda",
+        resident=getattr(profile.memory, "residency", "managed") == "resident",
     )
 
 

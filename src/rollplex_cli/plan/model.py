@@ -30,6 +30,8 @@ class ParameterGroup:
     split: Split
     count: int
     """Elements, pad included."""
+    matrices: int = 1
+    """In how many matrices they lie; biases are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,10 +98,10 @@ class ModelShape:
         return [
             _rows("embed_tokens", rows * h),
             *head,
-            _rows("attention.q", layers * (h * h + h)),
-            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv)),
+            _rows("attention.q", layers * (h * h + h), layers),
+            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv), matrices=2 * layers),
             _columns("attention.o", layers * h * h),
-            _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size),
+            _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size, 2 * layers),
             _columns("mlp.down", layers * h * self.intermediate_size),
             _replicated("norms", layers * 2 * h + h),
         ]
@@ -110,9 +112,9 @@ class ModelShape:
         merged = self.merge_size**2 * v
         return [
             _replicated("vision.patch_embed", self.patch_elements * v),
-            _rows("vision.qkv", depth * 3 * (v * v + v)),
+            _rows("vision.qkv", depth * 3 * (v * v + v), 3 * depth),
             _columns("vision.proj", depth * v * v),
-            _rows("vision.mlp.gate_up", depth * 2 * (v * width + width)),
+            _rows("vision.mlp.gate_up", depth * 2 * (v * width + width), 2 * depth),
             _columns("vision.mlp.down", depth * v * width),
             _rows("vision.merger.0", merged * merged + merged),
             _columns("vision.merger.2", merged * self.hidden_size),
@@ -183,8 +185,8 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _rows(name: str, count: int) -> ParameterGroup:
-    return ParameterGroup(name=name, split="rows", count=count)
+def _rows(name: str, count: int, matrices: int = 1) -> ParameterGroup:
+    return ParameterGroup(name=name, split="rows", count=count, matrices=matrices)
 
 
 def _columns(name: str, count: int) -> ParameterGroup:

@@ -60,8 +60,13 @@ def test_parameters_by_hand() -> None:
 def test_weights(ledger: MemoryLedger) -> None:
     decode, suffix = at(ledger, "decode, prefixes"), at(ledger, "actor suffix")
     assert decode["snapshot"] == 2 * ROLLOUT
-    # The row ranges of the other rank of the exchange group are unmapped; its columns stay.
-    assert suffix["snapshot"] == 2 * (ROLLOUT - (ROWS // 4 - ROWS // 8))
+    # Row ranges of the other rank of the exchange group are unmapped, less a page of 2 MiB each. Columns stay, and so
+    # do ranges below a page: key and value heads, rows of the vision blocks.
+    page = 2 * 2**20
+    words = 2 * (2 * 5120 * 152064 // 8 - page)
+    layers = 64 * (2 * (5120 * 5120 + 5120) // 8 - page + 2 * (2 * 5120 * 27648 // 8 - page))
+    projector = 2 * (5120 * 5120 + 5120) // 8 - page
+    assert suffix["snapshot"] == 2 * ROLLOUT - words - layers - projector
     assert decode["reference_weights"] == 2 * OWN
     assert "reference_weights" not in suffix and "rollout_kv" not in suffix
     assert suffix["gradients"] == 4 * OWN

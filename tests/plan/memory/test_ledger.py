@@ -122,6 +122,25 @@ def test_an_object_that_is_never_released_costs_itself_where_the_peak_is(inputs:
     assert costs["naive"].ledger.peak_bytes == planned.naive_peak_bytes
 
 
+def test_heads_that_several_ranks_train_are_never_unmapped(inputs: Make) -> None:
+    # 4 key/value heads: at train TP 8 two ranks hold each of them.
+    job = inputs("qwen25vl7b", train_tp=8, rollout_tp=4)
+    kv = next(group for group in job.shape.groups() if group.name == "attention.kv")
+    released = moments_of(job)["publish"]["snapshot"] - moments_of(job)["update"]["snapshot"]
+    rows = sum(group.count for group in job.shape.groups() if group.split == "rows")
+    assert kv.count and released < 2 * (rows // 4 - rows // 8)
+
+
+def test_resident_objects_stay_for_the_whole_step(inputs: Make) -> None:
+    managed, resident = compute_memory(inputs()), compute_memory(inputs(resident=True))
+    for name in ("snapshot", "rollout_kv", "reference_weights", "gradients"):
+        largest = max(moment.objects.get(name, 0) for moment in managed.moments)
+        assert {moment.objects[name] for moment in resident.moments} == {largest}
+    assert resident.peak_bytes > managed.peak_bytes
+    assert resident.naive_peak_bytes == managed.naive_peak_bytes
+    assert resident.moments[-2].objects["optimizer_chunks"] == managed.moments[-2].objects["optimizer_chunks"]
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_equal_degrees_share_everything(inputs: Make, degree: int) -> None:
     job = inputs("qwen25vl7b", train_tp=degree, rollout_tp=degree)

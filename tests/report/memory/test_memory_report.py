@@ -64,9 +64,21 @@ def test_what_only_one_side_knows_is_shown(summary: dict[str, Any]) -> None:
     assert any(line.split() == ["torch_cache", "-", "1.0", "GiB"] for line in text.splitlines())
 
 
+def test_what_a_run_measures_as_one_is_planned_as_one(summary: dict[str, Any]) -> None:
+    learn = {"snapshot": 10 * 2**30, "actor_boundary": 2**31, "activations_and_caches": 40 * 2**30}
+    (row,) = compare(summary, {"LEARN": {"peak_bytes": 70 * 2**30, "objects": learn}})
+    objects = {item.name: item for item in row.objects}
+    suffix = next(m["objects"] for m in summary["moments"] if m["name"] == "actor suffix")
+    sizes = {item["name"]: item["bytes"] for item in suffix}
+    # Never beside the backward of a prefix.
+    together = sizes["suffix_activations"] + sizes["boundary_gradients"]
+    assert objects["activations_and_caches"].planned_bytes == together
+    assert "suffix_activations" not in objects and objects["gradients"].measured_bytes is None
+
+
 def test_the_table_fits_a_terminal_with_all_moments() -> None:
     text = shown(plan_table(memory_summary(build_plan(load_profile("tiny"))), "tiny: memory of one rank"))
-    assert "…" not in text
+    assert "\u2026" not in text
     assert max(map(len, text.splitlines())) <= 80
     assert text.splitlines()[-1].startswith("total")
 

@@ -24,16 +24,26 @@ OPTIMIZER_VALUES = 3
 """Float32 values per parameter: master weight, first and second moment."""
 
 
+IN_REGIONS = ("snapshot", "rollout_kv", "reference_weights", "gradients")
+"""What lies in regions, and so stays under `memory.residency: resident`."""
+
+
+def held(moments: Sequence[Moment], names: Iterable[str]) -> tuple[Moment, ...]:
+    """The moments of a step with some objects at their largest through all of it."""
+    largest = {name: max(moment.objects.get(name, 0) for moment in moments) for name in names}
+    return tuple(replace(moment, objects=_ordered(moment.objects | largest)) for moment in moments)
+
+
 def without(moments: Sequence[Moment], inputs: MemoryInputs, names: Iterable[Ablation]) -> tuple[Moment, ...]:
     """The moments of a step without these measures."""
     left_out = set(names)
     if "naive" in left_out:
         return _everything_at_once(moments, inputs)
-    held = {name for ablation in left_out for name in ALL_STEP[ablation]}
-    largest = {name: max(moment.objects.get(name, 0) for moment in moments) for name in held}
-    if "no-optimizer-chunks" in left_out:
-        largest |= {"optimizer_state": optimizer_bytes(inputs), "optimizer_chunks": 0}
-    return tuple(replace(moment, objects=_ordered(moment.objects | largest)) for moment in moments)
+    found = held(moments, (name for ablation in left_out for name in ALL_STEP[ablation]))
+    if "no-optimizer-chunks" not in left_out:
+        return found
+    resident = {"optimizer_state": optimizer_bytes(inputs), "optimizer_chunks": 0}
+    return tuple(replace(moment, objects=_ordered(moment.objects | resident)) for moment in found)
 
 
 def _everything_at_once(moments: Sequence[Moment], inputs: MemoryInputs) -> tuple[Moment, ...]:

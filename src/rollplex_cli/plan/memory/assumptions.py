@@ -9,7 +9,6 @@ from rollplex_cli.plan.memory.activations import decoder_layer
 from rollplex_cli.plan.memory.inputs import STATE_BYTES
 from rollplex_cli.plan.memory.ledger import LINK_BYTES_PER_S
 from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, CUDA_OVERHEAD_BYTES, chunk_bytes, foreign_bytes
-from rollplex_cli.plan.weights import weight_sharing
 
 if TYPE_CHECKING:
     from rollplex_cli.plan.memory.inputs import MemoryInputs
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
 def assumptions(inputs: MemoryInputs) -> tuple[str, ...]:
     """One sentence each, without a full stop."""
-    sharing = weight_sharing(inputs.shape, inputs.train_tp, inputs.rollout_tp, inputs.bytes_per_value)
     found = [
         f"Every prompt has {inputs.max_prompt_tokens} tokens, all of them media, and every response "
         f"{inputs.max_new_tokens}: the profile's limits",
@@ -34,12 +32,14 @@ def assumptions(inputs: MemoryInputs) -> tuple[str, ...]:
             f"{CHUNKS_IN_FLIGHT} optimizer chunks of {inputs.chunk_elements} parameters in flight: "
             f"{format_bytes(chunk_bytes(inputs))} with scratch"
         )
-    if foreign := foreign_bytes(sharing):
+    if foreign := foreign_bytes(inputs):
         found.append(
-            f"Between decode and publish a rank unmaps the row ranges that others train ({format_bytes(foreign)}); "
-            "their columns lie between its own and stay"
+            f"Between decode and publish a rank unmaps the row ranges that others train ({format_bytes(foreign)} of "
+            "whole pages); their columns lie between its own and stay"
         )
-    if inputs.has_reference:
+    if inputs.resident:
+        found.append("`memory.residency: resident`: weights, KV pool and gradients have memory through the whole step")
+    elif inputs.has_reference:
         found.append(
             "The reference is released after its last suffix, before the actor's first; a host copy brings it back"
         )

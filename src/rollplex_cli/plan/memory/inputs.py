@@ -59,6 +59,8 @@ class MemoryInputs:
     prompt_cache_bytes: int
     """Host memory for prompts that are built already."""
     on_gpu: bool
+    resident: bool = False
+    """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
     without: frozenset[Ablation] = frozenset()
     """Measures left out."""
 

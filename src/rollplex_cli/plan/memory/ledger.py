@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollplex_cli.plan.memory import activations
-from rollplex_cli.plan.memory.ablations import without
+from rollplex_cli.plan.memory.ablations import IN_REGIONS, held, without
 from rollplex_cli.plan.memory.objects import CLASSES, PHASES, Moment, moments
 from rollplex_cli.plan.weights import weight_sharing
 
@@ -125,6 +125,8 @@ class AblationCost:
 def compute_memory(inputs: MemoryInputs) -> MemoryLedger:
     """The ledger of one rank. Pure."""
     planned = moments(inputs)
+    if inputs.resident:
+        planned = held(planned, IN_REGIONS)
     naive = without(planned, inputs, ("naive",))
     sharing = weight_sharing(inputs.shape, inputs.train_tp, inputs.rollout_tp, inputs.bytes_per_value)
     return MemoryLedger(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 from rollplex_cli.core.units import GIB
 from rollplex_cli.plan.memory import activations
 from rollplex_cli.plan.memory.inputs import FLOAT32_BYTES, STATE_BYTES
+from rollplex_cli.plan.model import shard_count
 from rollplex_cli.plan.weights import weight_sharing
 
 if TYPE_CHECKING:
     from rollplex_cli.plan.memory.inputs import MemoryInputs
-    from rollplex_cli.plan.weights import WeightSharing
 
 Phase = Literal["GENERATE", "LEARN", "UPDATE", "PUBLISH"]
 ObjectClass = Literal["permanent", "regenerable", "boundary", "phase_local"]
@@ -24,6 +24,8 @@ PHASES: tuple[Phase, ...] = ("GENERATE", "LEARN", "UPDATE", "PUBLISH")
 
 CHUNKS_IN_FLIGHT = 3
 """Optimizer chunks on the device: one arrives, one is updated, one leaves."""
+GPU_PAGE_BYTES, CPU_PAGE_BYTES = 2 * 2**20, 4096
+"""Least memory that can be mapped or unmapped."""
 CUDA_OVERHEAD_BYTES = 3 * GIB
 """Context, decode graphs and communication buffers of one GPU process (an estimate)."""
 VISION_CACHE_BYTES = 512 * 2**20
@@ -86,7 +88,7 @@ class _Table:
         self._inputs = inputs
         sharing = weight_sharing(shape, inputs.train_tp, inputs.rollout_tp, size)
         self._rollout = shape.shard_parameters(inputs.rollout_tp) * size
-        self._own = self._rollout - foreign_bytes(sharing)
+        self._own = self._rollout - foreign_bytes(inputs)
         boundary = inputs.max_prompt_tokens * shape.kv_bytes_per_token(inputs.train_tp, size)
         self._boundary, self._held = boundary, inputs.held_groups * boundary
         self._kv = inputs.kv_tokens * shape.kv_bytes_per_token(inputs.rollout_tp, size)
@@ -172,10 +174,20 @@ class _Table:
         return Moment(name=name, phase=phase, objects={key: objects[key] for key in CLASSES if objects.get(key)})
 
 
-def foreign_bytes(sharing: WeightSharing) -> int:
-    """Of a rollout shard: row ranges that other ranks train. Their pages can go between decode and publish, which
-    writes every byte of them; columns of other ranks lie between this rank's own and stay."""
-    return sum(row.received_bytes for row in sharing.classes if row.kind == "identical")
+def foreign_bytes(inputs: MemoryInputs) -> int:
+    """Of a rollout shard: row ranges that other ranks train, whose pages can go between decode and publish, which
+    writes every byte of them. Columns of other ranks lie between this rank's own and stay, as do shared heads.
+
+    Only whole pages go: of a range at any offset, a page less than its size on average.
+    """
+    shape, heads = inputs.shape, inputs.shape.num_kv_heads
+    page = GPU_PAGE_BYTES if inputs.on_gpu else CPU_PAGE_BYTES
+    total = 0
+    for group in shape.groups():
+        if group.split == "rows" or (group.split == "kv_rows" and inputs.train_tp <= heads):
+            held, own = (shard_count(group, tp, heads) for tp in (inputs.rollout_tp, inputs.train_tp))
+            total += max(0, (held - own) * inputs.bytes_per_value - group.matrices * page)
+    return total
 
 
 def chunk_bytes(inputs: MemoryInputs) -> int:
