@@ -115,7 +115,7 @@ def _costs(plan: Plan, measures: tuple[Ablation, ...]) -> list[dict[str, Any]]:
             "name": cost.name,
             "peak_bytes": cost.ledger.peak_bytes,
             "extra_bytes": cost.extra_bytes,
-            "fits": budget is None or cost.ledger.peak_bytes <= budget,
+            "fits": budget is None or cost.ledger.budgeted_bytes <= budget,
             "phases": [{"name": phase, "peak_bytes": cost.ledger.phase_bytes(phase)} for phase in PHASES],
         }
         for cost in ablation_costs(plan.memory_inputs, measures)
@@ -151,7 +151,8 @@ def _draw(plan: Plan, measures: tuple[Ablation, ...], path: Path) -> None:
         for cost in ablation_costs(plan.memory_inputs, measures)
     ]
     try:
-        draw_memory(planned, others, plan.budget_bytes, path)
+        # On a CPU the budget counts what lies in regions, which is not what is drawn.
+        draw_memory(planned, others, plan.budget_bytes if plan.memory_inputs.on_gpu else None, path)
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write the picture `{path}`: {error}") from error
 

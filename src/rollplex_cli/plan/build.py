@@ -107,7 +107,8 @@ def memory_summary(plan: Plan) -> dict[str, Any]:
         "peak_bytes": memory.peak_bytes,
         "naive_peak_bytes": memory.naive_peak_bytes,
         "budget_bytes": budget,
-        "fits": budget is None or memory.peak_bytes <= budget,
+        "budgeted_bytes": memory.budgeted_bytes,
+        "fits": budget is None or memory.budgeted_bytes <= budget,
         "phases": [
             {"name": phase, "peak_bytes": moment.total_bytes, "objects": _objects(moment)}
             for phase in PHASES

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rollplex_cli.core.units import format_bytes, format_count
 from rollplex_cli.plan.memory.advice import Advice, Limits, advise
-from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, chunk_bytes
+from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, IN_REGIONS, chunk_bytes
 
 if TYPE_CHECKING:
     from rollplex_cli.plan.build import Plan
@@ -69,7 +69,7 @@ def _host_limit(plan: Plan, machine: Machine) -> int | None:
 def memory_reasons(plan: Plan, machine: Machine) -> list[str]:
     """What is missing of device and host memory, one line each."""
     reasons, limit = [], _device_limit(plan, machine)
-    if limit is not None and plan.memory.peak_bytes > limit:
+    if limit is not None and plan.memory.budgeted_bytes > limit:
         reasons.append(_peak_reason(plan, limit))
         if (chunks := chunk_bytes(plan.memory_inputs)) > limit:
             reasons.append(
@@ -88,14 +88,16 @@ def memory_reasons(plan: Plan, machine: Machine) -> list[str]:
 
 
 def _peak_reason(plan: Plan, limit: int) -> str:
-    moment = plan.memory.peak_moment()
-    largest = sorted(moment.objects.items(), key=lambda item: -item[1])[:SHOWN_OBJECTS]
+    if plan.device == "cuda":
+        what, moment = "memory per GPU", plan.memory.peak_moment()
+        objects = moment.objects
+    else:
+        what, moment = "regions per rank", max(plan.memory.moments, key=lambda moment: moment.region_bytes)
+        objects = {name: size for name, size in moment.objects.items() if name in IN_REGIONS}
+    largest = sorted(objects.items(), key=lambda item: -item[1])[:SHOWN_OBJECTS]
     held = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest)
-    what = "memory per GPU" if plan.device == "cuda" else "memory per rank"
-    return (
-        f"{what}: {format_bytes(moment.total_bytes)} needed at the peak ({moment.phase}, {moment.name}: {held}, ...), "
-        f"{format_bytes(limit)} available"
-    )
+    needed = f"{format_bytes(plan.memory.budgeted_bytes)} needed at the peak"
+    return f"{what}: {needed} ({moment.phase}, {moment.name}: {held}, ...), {format_bytes(limit)} available"
 
 
 def advice_for(plan: Plan, machine: Machine) -> Advice | None:

@@ -24,10 +24,6 @@ OPTIMIZER_VALUES = 3
 """Float32 values per parameter: master weight, first and second moment."""
 
 
-IN_REGIONS = ("snapshot", "rollout_kv", "reference_weights", "gradients")
-"""What lies in regions, and so stays under `memory.residency: resident`."""
-
-
 def held(moments: Sequence[Moment], names: Iterable[str]) -> tuple[Moment, ...]:
     """The moments of a step with some objects at their largest through all of it."""
     largest = {name: max(moment.objects.get(name, 0) for moment in moments) for name in names}

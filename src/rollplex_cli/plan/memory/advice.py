@@ -38,7 +38,7 @@ class Limits:
     def excess(self, inputs: MemoryInputs) -> int:
         """Bytes over the limits, 0 if everything fits."""
         ledger = compute_memory(inputs)
-        device = 0 if self.device_bytes is None else max(0, ledger.peak_bytes - self.device_bytes)
+        device = 0 if self.device_bytes is None else max(0, ledger.budgeted_bytes - self.device_bytes)
         # On a CPU the planned objects lie in host memory, too.
         host = ledger.host_bytes + (0 if inputs.on_gpu else ledger.peak_bytes)
         return device + (0 if self.host_bytes is None else max(0, host - self.host_bytes))

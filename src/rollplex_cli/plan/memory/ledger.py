@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from rollplex_cli.plan.memory import activations
-from rollplex_cli.plan.memory.ablations import IN_REGIONS, held, without
-from rollplex_cli.plan.memory.objects import CLASSES, PHASES, Moment, moments
+from rollplex_cli.plan.memory.ablations import held, without
+from rollplex_cli.plan.memory.objects import CLASSES, IN_REGIONS, PHASES, Moment, moments
 from rollplex_cli.plan.weights import weight_sharing
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class MemoryLedger:
     kv: KvCapacity
     update_s: float | None
     """Time to stream the optimizer over the host link; None without a GPU."""
+    on_gpu: bool
 
     @property
     def objects(self) -> tuple[ObjectBytes, ...]:
@@ -100,6 +101,11 @@ class MemoryLedger:
     def peak_bytes(self) -> int:
         """Bytes of the largest moment."""
         return max(self.phase_bytes(phase) for phase in PHASES)
+
+    @property
+    def budgeted_bytes(self) -> int:
+        """The largest sum of what `memory.budget_gib` counts: everything on a GPU, on a CPU what lies in regions."""
+        return self.peak_bytes if self.on_gpu else max(moment.region_bytes for moment in self.moments)
 
     @property
     def host_bytes(self) -> int:
@@ -141,6 +147,7 @@ def compute_memory(inputs: MemoryInputs) -> MemoryLedger:
         host_objects=_host_objects(inputs),
         kv=kv_capacity(inputs),
         update_s=inputs.state_bytes / LINK_BYTES_PER_S if inputs.on_gpu else None,
+        on_gpu=inputs.on_gpu,
     )
 
 

@@ -51,6 +51,8 @@ CLASSES: dict[str, ObjectClass] = {
 }
 """Objects in the order of tables and pictures. `second_weights` and `optimizer_state` are in device memory only where a
 measure is left out."""
+IN_REGIONS = ("snapshot", "rollout_kv", "reference_weights", "gradients")
+"""What lies in regions: it stays under `memory.residency: resident`, and on a CPU the budget counts nothing else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +69,11 @@ class Moment:
     def total_bytes(self) -> int:
         """All objects together."""
         return sum(self.objects.values())
+
+    @property
+    def region_bytes(self) -> int:
+        """What lies in regions."""
+        return sum(size for name, size in self.objects.items() if name in IN_REGIONS)
 
 
 def moments(inputs: MemoryInputs) -> tuple[Moment, ...]:

@@ -34,9 +34,9 @@ def plan_table(summary: Summary, title: str) -> Table:
         table.add_row(key, *("-" if size is None else _number(size, unit) for size in cells))
     table.add_section()
     budget = summary["budget_bytes"]
+    counts = budget is not None and summary["budgeted_bytes"] == summary["peak_bytes"]
     totals = [
-        Text(_number(m["bytes"], unit), style="bold red" if budget is not None and m["bytes"] > budget else "bold")
-        for m in moments
+        Text(_number(m["bytes"], unit), style="bold red" if counts and m["bytes"] > budget else "bold") for m in moments
     ]
     table.add_row(Text("total", style="bold"), *totals)
     return table
@@ -72,9 +72,10 @@ def plan_lines(summary: Summary, *, node_host_bytes: int) -> list[str]:
     if budget is None:
         verdict = "no `memory.budget_gib`"
     else:
-        left = budget - peak
+        left = budget - summary["budgeted_bytes"]
         spare = f"{format_bytes(left)} to spare" if left >= 0 else f"{format_bytes(-left)} too much"
-        verdict = f"{'fits' if left >= 0 else 'does not fit'} into {format_bytes(budget)}, {spare}"
+        what = "" if summary["budgeted_bytes"] == peak else f"{format_bytes(summary['budgeted_bytes'])} in regions "
+        verdict = f"{what}{'fits' if left >= 0 else 'does not fit'} into {format_bytes(budget)}, {spare}"
     lines = [
         f"peak      {format_bytes(peak)} in {moment['phase']} ({moment['name']}): {verdict}",
         f"naive     {format_bytes(summary['naive_peak_bytes'])} with everything resident, planned / naive "
