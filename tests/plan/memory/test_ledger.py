@@ -43,6 +43,9 @@ def test_colocate_holds_one_boundary_and_no_prefix_beside_decode(inputs: Make) -
     }  # fmt: skip
     assert found["reference suffix"]["reference_boundary"] == found["actor suffix"]["actor_boundary"]
     assert "actor_boundary" not in found["reference suffix"]
+    assert set(found["reference prefix"]) - {"context_and_graphs"} == {
+        "snapshot", "reference_weights", "reference_boundary", "prefix_activations"
+    }  # fmt: skip
     assert changed.held_groups == 1
 
 

@@ -83,6 +83,8 @@ def moments(inputs: MemoryInputs) -> tuple[Moment, ...]:
     if inputs.early_groups:
         found += [table.actor_suffix(beside_decode=True), table.prefix_backward(beside_decode=True)]
     if inputs.has_reference:
+        if not inputs.overlap:
+            found.append(table.ref_prefix())
         found.append(table.ref_suffix())
     return (*found, table.actor_suffix(), table.prefix_backward(), table.update(), table.publish())
 
@@ -115,6 +117,13 @@ class _Table:
         prefix = self._kept_prefixes + self._forward() if self._inputs.overlap else 0
         name = "decode, prefixes" if self._inputs.overlap else "decode"
         return self._moment(name, "GENERATE", **beside, prefix_activations=prefix)
+
+    def ref_prefix(self) -> Moment:
+        """A prefix of the reference after decode, where the schedule does not overlap."""
+        return self._moment(
+            "reference prefix", "LEARN", snapshot=self._own, reference_weights=self._reference,
+            reference_boundary=self._reference_held, prefix_activations=self._forward(),
+        )  # fmt: skip
 
     def ref_suffix(self) -> Moment:
         """Scoring by the reference, all groups before the actor's first."""
