@@ -81,8 +81,8 @@ def plan_lines(summary: Summary, *, node_host_bytes: int) -> list[str]:
         f"naive     {format_bytes(summary['naive_peak_bytes'])} with everything resident, planned / naive "
         f"{peak / summary['naive_peak_bytes']:.2f}",
     ]
-    if "early_groups" in summary:
-        early = summary["early_groups"]
+    early = summary.get("early_groups")
+    if early and early["on_peak_bytes"] != early["off_peak_bytes"]:
         lines.append(
             f"early     with groups trained beside decode: {format_bytes(early['on_peak_bytes'])}, after it: "
             f"{format_bytes(early['off_peak_bytes'])}"
