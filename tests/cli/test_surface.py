@@ -32,7 +32,7 @@ OPTIONS = {
     "cancel": {"run", "--now"},
     "report": {"run", "--json"},
     "export": {"run", "--to", "--best", "--json"},
-    "profile-memory": SHARED | {"--weights"},
+    "profile-memory": SHARED | {"--weights", "--ablate", "--plot", "--samples"},
     "profiles": set(),
     "profiles ls": {"--json"},
     "profiles show": {"name", "--resolved"},

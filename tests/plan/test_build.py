@@ -33,27 +33,13 @@ def test_every_shipped_profile_plans_within_its_budget(name: str) -> None:
 
 def test_names_that_others_rely_on() -> None:
     summary = memory_summary(plan_of("qwen25vl7b"))
-    assert set(summary) == {
+    assert set(summary) >= {
         "peak_bytes", "naive_peak_bytes", "budget_bytes", "fits", "phases", "weights", "host_bytes", "pinned_bytes",
-        "kv_tokens", "update_s",
+        "kv_tokens", "update_s", "moments", "host_objects", "kv_sequences", "assumptions",
     }  # fmt: skip
     assert set(summary["weights"]) == {"identical_bytes", "view_bytes", "rebuilt_bytes", "extra_bytes"}
     assert set(summary["phases"][0]) == {"name", "peak_bytes", "objects"}
     assert set(summary["phases"][0]["objects"][0]) == {"name", "class", "bytes"}
-
-
-def test_ledger_of_the_32b_profile() -> None:
-    plan = plan_of("qwen25vl32b")
-    objects = {item.name: item.phases for item in plan.memory.objects}
-    # 64 layers x (key, value) x 2 of 8 heads x 128 x 2 bytes x 262144 tokens
-    assert objects["rollout_kv"] == {"GENERATE": 64 * 2 * 2 * 128 * 2 * 262144}
-    # 8 groups x 8192 tokens x 64 layers x (key, value) x 1 head x 128 x 2 bytes
-    assert objects["actor_boundary"]["LEARN"] == 8 * 8192 * 64 * 2 * 1 * 128 * 2
-    # The rollout's shard is twice the training shard but for what every rank holds whole.
-    ratio = objects["snapshot"]["GENERATE"] / objects["snapshot"]["LEARN"]
-    assert 1.99 < ratio < 2.0
-    assert objects["gradients"]["UPDATE"] == 2 * objects["snapshot"]["UPDATE"]
-    assert plan.memory.peak_bytes < 80e9
 
 
 @pytest.mark.parametrize("name", list(shipped_profiles()))
@@ -127,3 +113,26 @@ def test_small_gpus_and_small_budgets_do_not_fit() -> None:
     assert not memory_summary(tight)["fits"]
     host = plan_of("qwen25vl7b", "memory.host_budget_gib=1")
     assert fit(host, GPUS).reasons[0].startswith("host memory per node")
+
+
+def test_a_peak_is_named_with_its_phase_moment_and_largest_objects() -> None:
+    (reason,) = fit(plan_of("qwen25vl7b", "memory.budget_gib=20"), GPUS).reasons
+    assert reason.startswith("memory per GPU: 71.4 GiB needed at the peak (LEARN, actor suffix: suffix_activations ")
+    assert ", gradients 15.4 GiB, snapshot 10.6 GiB, ...)" in reason
+
+
+def test_a_chunk_larger_than_the_budget_is_named() -> None:
+    plan = plan_of("qwen25vl7b", "memory.budget_gib=20", f"optimizer.chunk_elements={1 << 32}")
+    reasons = fit(plan, GPUS).reasons
+    assert reasons[1] == (
+        "`optimizer.chunk_elements`: 3 chunks of 4294967296 parameters in flight take 150.6 GiB by themselves"
+    )
+
+
+def test_a_budget_counts_on_a_cpu_too() -> None:
+    # Weights of 2.8 MiB twice, their gradients, and 8 MiB of keys and values lie in regions.
+    (reason,) = fit(plan_of("tiny", "memory.budget_gib=0.015"), Machine()).reasons
+    assert reason.startswith(
+        "regions per rank: 16.4 MiB needed at the peak (GENERATE, decode, actor suffix: rollout_kv "
+    )
+    assert fit(plan_of("tiny", "memory.budget_gib=0.0165"), Machine()).fits

@@ -118,6 +118,7 @@ KEYS = {
     "schedule.policy",
     "schedule.prefix_activations",
     "schedule.prefixes_in_flight",
+    "schedule.suffix_kept_layers",
     "target.reward_mean",
     "target.stop",
     "target.window",

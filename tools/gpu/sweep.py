@@ -61,7 +61,9 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     ]
     if arguments.device == "cpu":
         return [*common, "rollout.max_new_tokens=16", *arguments.sets]
-    return [*common, "memory.budget_gib=null", *arguments.sets]
+    # The profile is made for 80 GB cards.
+    room = ["memory.budget_gib=null", "schedule.early_groups=true", "schedule.suffix_kept_layers=null"]
+    return [*common, *room, *arguments.sets]
 
 
 def main() -> None:

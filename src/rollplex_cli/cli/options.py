@@ -79,12 +79,16 @@ def _anchored(profile: Profile) -> Profile:
 def require_fit(plan: Plan, machine: Machine) -> None:
     """Raise DoesNotFitError with all that is missing and all that the job needs."""
     from rollplex_cli.core.errors import DoesNotFitError
-    from rollplex_cli.plan.fit import fit
+    from rollplex_cli.plan.fit import advice_for, advice_text, fit
 
     verdict = fit(plan, machine)
     if not verdict.fits:
         lines = [*verdict.reasons, f"profile `{plan.profile_name}` needs", *(f"  {line}" for line in verdict.needs)]
-        raise DoesNotFitError("the job does not fit this machine" + "".join(f"\n  {line}" for line in lines))
+        advice = advice_for(plan, machine)
+        raise DoesNotFitError(
+            "the job does not fit this machine" + "".join(f"\n  {line}" for line in lines),
+            hint=None if advice is None else advice_text(advice),
+        )
 
 
 def new_run(profile: Profile, plan: Plan, run_dir: Path | None, argv: list[str], prefix: str = "") -> RunFolder:

@@ -2,52 +2,177 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollplex_cli.cli import options
 from rollplex_cli.cli.output import print_json, set_json_mode, stdout_console
-from rollplex_cli.core.errors import DoesNotFitError
-from rollplex_cli.core.units import format_bytes, format_seconds
+from rollplex_cli.core.errors import DoesNotFitError, UsageError
+from rollplex_cli.core.units import format_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from rollplex_cli.plan.build import Plan
+    from rollplex_cli.plan.memory import Ablation
     from rollplex_cli.plan.weights import WeightSharing
+    from rollplex_cli.profile.schema import Profile
+
+AblateOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ablate",
+        metavar="NAME",
+        help="What leaving a measure out would cost: `no-kv-release`, `no-reference-release`, `no-snapshot-release`, "
+        "`no-optimizer-chunks`, or `naive` for all of them. Repeatable.",
+    ),
+]
 
 
 def profile_memory(
     profile: options.ProfileOption = options.DEFAULT_PROFILE,
     set_: options.SetOption = None,
     as_json: options.JsonOption = False,
+    ablate: AblateOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw the plan, and what `--ablate` names beside it.")
+    ] = None,
+    samples: Annotated[
+        int,
+        typer.Option("--samples", min=0, metavar="N", help="Open N prompts of the data; plan for the longest too."),
+    ] = 0,
     weights: Annotated[bool, typer.Option("--weights", help="Show how both engines share the weights.")] = False,
 ) -> None:
-    """Print the memory plan of one rank, phase by phase.
+    """Print the memory plan of one rank: every object at every moment of a step.
 
-    Upper bounds from the profile's limits. Exits 3 if the plan exceeds `memory.budget_gib`.
+    Upper bounds from the profile's limits. Exits 3 if the plan exceeds `memory.budget_gib` or
+    `memory.host_budget_gib`, and says what the smallest change would be.
     """
     from rollplex_cli.plan.build import VALUE_BYTES, memory_summary
+    from rollplex_cli.plan.fit import Machine, advice_for, advice_text, memory_reasons
 
     set_json_mode(as_json)
+    measures = _ablations(ablate or [])
     job, plan, _machine = options.load(profile, set_)
     if weights:
         _print_weights(plan, VALUE_BYTES[job.model.dtype], as_json=as_json)
         return
     summary = memory_summary(plan)
+    summary["early_groups"] = _with_and_without_early_groups(plan)
+    summary["ablations"] = _costs(plan, measures)
+    if samples:
+        summary["longest_sample"] = _longest_sample(job, samples)
+    # Against the budgets alone: this may be another machine than the one that runs the job.
+    reasons, advice = memory_reasons(plan, Machine()), advice_for(plan, Machine())
+    summary["fits"] = not reasons
+    summary["advice"] = None if advice is None else advice.to_dict()
+    if plot is not None:
+        _draw(plan, measures, plot)
     if as_json:
         print_json(summary)
     else:
-        console = stdout_console()
-        console.print(_table(plan))
-        for line in _lines(plan, summary):
-            console.print(line, markup=False, highlight=False)
-    if not summary["fits"]:
+        _print(plan, summary)
+    if reasons:
         # The document on stdout already says so; a second one would not be JSON any more.
         set_json_mode(False)
-        peak, budget = format_bytes(summary["peak_bytes"]), format_bytes(summary["budget_bytes"])
-        raise DoesNotFitError(f"the plan's peak of {peak} exceeds `memory.budget_gib`: {budget}")
+        raise DoesNotFitError(
+            "the plan exceeds the profile's memory budget" + "".join(f"\n  {reason}" for reason in reasons),
+            hint=None if advice is None else advice_text(advice),
+        )
+
+
+def _ablations(names: list[str]) -> tuple[Ablation, ...]:
+    from rollplex_cli.plan.memory import ABLATIONS
+
+    known = {str(name): name for name in ABLATIONS}
+    for name in names:
+        if name not in known:
+            raise UsageError(
+                f"no such measure to leave out: `{name}`", hint=f"measures are {', '.join(f'`{n}`' for n in known)}"
+            )
+    return tuple(dict.fromkeys(known[name] for name in names))
+
+
+def _with_and_without_early_groups(plan: Plan) -> dict[str, int]:
+    from dataclasses import replace
+
+    from rollplex_cli.plan.memory import compute_memory
+
+    inputs = plan.memory_inputs
+    on = replace(inputs, early_groups=inputs.overlap)
+    off = replace(inputs, early_groups=False)
+    return {"on_peak_bytes": compute_memory(on).peak_bytes, "off_peak_bytes": compute_memory(off).peak_bytes}
+
+
+def _costs(plan: Plan, measures: tuple[Ablation, ...]) -> list[dict[str, Any]]:
+    from rollplex_cli.plan.memory import PHASES, ablation_costs
+
+    budget = plan.budget_bytes
+    return [
+        {
+            "name": cost.name,
+            "peak_bytes": cost.ledger.peak_bytes,
+            "extra_bytes": cost.extra_bytes,
+            "fits": budget is None or cost.ledger.budgeted_bytes <= budget,
+            "phases": [{"name": phase, "peak_bytes": cost.ledger.phase_bytes(phase)} for phase in PHASES],
+        }
+        for cost in ablation_costs(plan.memory_inputs, measures)
+    ]
+
+
+def _longest_sample(job: Profile, samples: int) -> dict[str, Any]:
+    """Length of the longest of some prompts of the task's data, and the plan's peak with it.
+
+    Raises:
+        DataError: the data cannot be read, or holds no prompt.
+    """
+    from dataclasses import replace
+
+    from rollplex_cli.launch.check.data import longest_prompt
+    from rollplex_cli.plan.build import build_plan
+
+    found = longest_prompt(job, samples)
+    longest = replace(job, data=replace(job.data, max_prompt_tokens=found["tokens"]))
+    ledger = build_plan(longest).memory
+    return {**found, "peak_bytes": ledger.peak_bytes, "kv_sequences": ledger.kv.sequences}
+
+
+def _draw(plan: Plan, measures: tuple[Ablation, ...], path: Path) -> None:
+    from rollplex_cli.plan.build import moments_summary
+    from rollplex_cli.plan.memory import ablation_costs
+    from rollplex_cli.report.memory.plot import Panel, draw_memory
+
+    peak = format_bytes(plan.memory.peak_bytes)
+    planned = Panel(title=f"{plan.profile_name}: {peak} at the peak", moments=moments_summary(plan.memory))
+    others = [
+        Panel(title=cost.name, moments=moments_summary(cost.ledger))
+        for cost in ablation_costs(plan.memory_inputs, measures)
+    ]
+    try:
+        # On a CPU the budget counts what lies in regions, which is not what is drawn.
+        draw_memory(planned, others, plan.budget_bytes if plan.memory_inputs.on_gpu else None, path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write the picture `{path}`: {error}") from error
+
+
+def _print(plan: Plan, summary: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    from rollplex_cli.report.memory.tables import ablation_table, plan_lines, plan_table
+
+    console = stdout_console()
+    console.print(plan_table(summary, f"{plan.profile_name}: memory of one rank"))
+    for line in plan_lines(summary, node_host_bytes=plan.node_host_bytes):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if summary["ablations"]:
+        console.print()
+        console.print(ablation_table(summary))
+    console.print()
+    console.print("Assumed", style="bold")
+    for sentence in summary["assumptions"]:
+        console.print(Text(f"- {sentence}", style="dim"), soft_wrap=True)
 
 
 def _print_weights(plan: Plan, bytes_per_value: int, *, as_json: bool) -> None:
@@ -98,37 +223,4 @@ def _weights_lines(plan: Plan, sharing: WeightSharing) -> list[str]:
         lines.append(
             f"paper     {percents} %, {PAPER['extra_gib']} GiB extra instead of {PAPER['second_copy_gib']} GiB"
         )
-    return lines
-
-
-def _table(plan: Plan) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    from rollplex_cli.plan.memory import PHASES
-
-    title = Text(f"{plan.profile_name}: memory of one rank")
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    table.add_column("object")
-    table.add_column("class", style="dim")
-    for phase in PHASES:
-        table.add_column(phase, justify="right")
-    for item in plan.memory.objects:
-        sizes = [format_bytes(item.phases[phase]) if phase in item.phases else "-" for phase in PHASES]
-        table.add_row(item.name, item.cls, *sizes)
-    table.add_section()
-    table.add_row("total", "", *(format_bytes(plan.memory.phase_bytes(phase)) for phase in PHASES), style="bold")
-    return table
-
-
-def _lines(plan: Plan, summary: dict[str, Any]) -> list[str]:
-    budget = "none" if summary["budget_bytes"] is None else format_bytes(summary["budget_bytes"])
-    share = summary["peak_bytes"] / summary["naive_peak_bytes"]
-    lines = [
-        f"peak      {format_bytes(summary['peak_bytes'])} (budget: {budget})",
-        f"naive     {format_bytes(summary['naive_peak_bytes'])} with everything resident, planned / naive {share:.2f}",
-        f"host      {format_bytes(summary['host_bytes'])} a rank, {format_bytes(plan.node_host_bytes)} a node",
-    ]
-    if summary["update_s"] is not None:
-        lines.append(f"update    {format_seconds(summary['update_s'])} to stream the optimizer over the host link")
     return lines

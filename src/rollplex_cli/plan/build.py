@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.units import GIB
 from rollplex_cli.plan.memory import PHASES, MemoryInputs, MemoryLedger, compute_memory
+from rollplex_cli.plan.memory.assumptions import assumptions
+from rollplex_cli.plan.memory.objects import CLASSES, Moment
 from rollplex_cli.plan.model import ModelShape, load_shape
 from rollplex_cli.plan.tasks import TaskCounts, count_tasks
 from rollplex_cli.plan.topology import Topology, build_topology, head_faults
@@ -31,8 +33,8 @@ class Plan:
     model: ModelShape
     topology: Topology
     tasks: TaskCounts
+    memory_inputs: MemoryInputs
     memory: MemoryLedger
-    kv_tokens: int
     budget_bytes: int | None
     """Device memory a rank may use; None takes what the device has."""
     host_budget_bytes: int | None
@@ -48,7 +50,10 @@ class Plan:
         """Plain values for JSON."""
         values = dataclasses.asdict(self)
         values["model"]["num_parameters"] = self.model.num_parameters
-        values["memory"] |= memory_summary(self)
+        values["memory"] = memory_summary(self)
+        inputs = values["memory_inputs"]
+        del inputs["shape"]
+        inputs["without"] = sorted(inputs["without"])
         return values
 
     def to_json(self) -> str:
@@ -77,6 +82,7 @@ def build_plan(profile: Profile) -> Plan:
         max_new_tokens=profile.rollout.max_new_tokens,
         has_reference=profile.algorithm.kl_coef > 0,
     )
+    inputs = _memory_inputs(profile, shape, topology, tasks)
     return Plan(
         profile_name=profile.name,
         device=place.device,
@@ -84,57 +90,85 @@ def build_plan(profile: Profile) -> Plan:
         model=shape,
         topology=topology,
         tasks=tasks,
-        memory=compute_memory(_memory_inputs(profile, shape, topology, tasks)),
-        kv_tokens=profile.rollout.kv_tokens,
+        memory_inputs=inputs,
+        memory=compute_memory(inputs),
         budget_bytes=_gib(profile.memory.budget_gib),
         host_budget_bytes=_gib(profile.memory.host_budget_gib),
     )
 
 
 def memory_summary(plan: Plan) -> dict[str, Any]:
-    """The memory plan under the names that `profile-memory --json` promises."""
+    """The memory plan under the names that `profile-memory --json` promises.
+
+    The objects of a phase are those of its largest moment, so they add up to its peak.
+    """
     memory, budget = plan.memory, plan.budget_bytes
     return {
         "peak_bytes": memory.peak_bytes,
         "naive_peak_bytes": memory.naive_peak_bytes,
         "budget_bytes": budget,
-        "fits": budget is None or memory.peak_bytes <= budget,
-        "phases": [_phase(memory, phase) for phase in PHASES],
+        "budgeted_bytes": memory.budgeted_bytes,
+        "fits": budget is None or memory.budgeted_bytes <= budget,
+        "phases": [
+            {"name": phase, "peak_bytes": moment.total_bytes, "objects": _objects(moment)}
+            for phase in PHASES
+            for moment in (memory.peak_moment(phase),)
+        ],
+        "moments": moments_summary(memory),
         "weights": dataclasses.asdict(memory.weights),
         "host_bytes": memory.host_bytes,
         "pinned_bytes": memory.pinned_bytes,
-        "kv_tokens": plan.kv_tokens,
+        "host_objects": [dataclasses.asdict(item) for item in memory.host_objects],
+        "kv_tokens": memory.kv.tokens,
+        "kv_sequences": memory.kv.sequences,
+        "kv_separate_sequences": memory.kv.separate_sequences,
+        "kv_needed_tokens": memory.kv.needed_tokens,
         "update_s": memory.update_s,
+        "assumptions": list(assumptions(plan.memory_inputs)),
     }
 
 
-def _phase(memory: MemoryLedger, phase: str) -> dict[str, Any]:
-    objects = [
-        {"name": item.name, "class": item.cls, "bytes": item.phases[phase]}
-        for item in memory.objects
-        if phase in item.phases
+def moments_summary(memory: MemoryLedger) -> list[dict[str, Any]]:
+    """Every moment of a step in order."""
+    return [
+        {"name": moment.name, "phase": moment.phase, "bytes": moment.total_bytes, "objects": _objects(moment)}
+        for moment in memory.moments
     ]
-    return {"name": phase, "peak_bytes": memory.phase_bytes(phase), "objects": objects}
+
+
+def _objects(moment: Moment) -> list[dict[str, Any]]:
+    return [{"name": name, "class": CLASSES[name], "bytes": size} for name, size in moment.objects.items()]
 
 
 def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, tasks: TaskCounts) -> MemoryInputs:
-    groups = tasks.groups_per_training_group
+    schedule, rollout = profile.schedule, profile.rollout
+    overlap = schedule.name == "rollplex"
     return MemoryInputs(
         shape=shape,
         train_tp=topology.train_tp,
         rollout_tp=topology.rollout_tp,
         data_parallel=topology.data_parallel,
-        groups=groups,
-        prefixes_in_flight=min(profile.schedule.prefixes_in_flight or groups, groups),
-        group_size=profile.rollout.group_size,
+        groups=tasks.groups_per_training_group + rollout.extra_groups,
+        prefixes_in_flight=schedule.prefixes_in_flight,
+        group_size=rollout.group_size,
         max_prompt_tokens=profile.data.max_prompt_tokens,
-        max_new_tokens=profile.rollout.max_new_tokens,
-        kv_tokens=profile.rollout.kv_tokens,
+        max_new_tokens=rollout.max_new_tokens,
+        kv_tokens=rollout.kv_tokens,
+        max_running_requests=rollout.max_running_requests,
+        chunked_prefill_tokens=rollout.chunked_prefill_tokens,
         bytes_per_value=VALUE_BYTES[profile.model.dtype],
         has_reference=profile.algorithm.kl_coef > 0,
-        prefix_activations=profile.schedule.prefix_activations,
+        overlap=overlap,
+        early_groups=overlap and schedule.early_groups and profile.algorithm.advantage != "batch_std",
+        prefix_activations=schedule.prefix_activations,
+        suffix_kept_layers=schedule.suffix_kept_layers,
+        freeze_vision=profile.model.freeze_vision,
         chunk_elements=profile.optimizer.chunk_elements,
+        # The key comes with the optimizer that can keep it.
+        master=getattr(profile.optimizer, "master", "full"),
+        prompt_cache_bytes=round(profile.data.cache_gib * GIB),
         on_gpu=profile.topology.device == "cuda",
+        resident=getattr(profile.memory, "residency", "managed") == "resident",
     )
 
 

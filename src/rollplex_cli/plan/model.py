@@ -30,6 +30,8 @@ class ParameterGroup:
     split: Split
     count: int
     """Elements, pad included."""
+    matrices: int = 1
+    """In how many matrices they lie; biases are not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +61,24 @@ class ModelShape:
         return self.hidden_size // self.num_heads
 
     @property
+    def vision_width(self) -> int:
+        """Width of the vision MLP with its pad."""
+        return -(-self.vision_intermediate_size // VISION_PAD) * VISION_PAD
+
+    @property
+    def patch_elements(self) -> int:
+        """Pixel values of one patch."""
+        return self.vision_in_channels * self.temporal_patch_size * self.patch_size**2
+
+    @property
     def num_parameters(self) -> int:
         """Trainable elements, without pad and with tied embeddings counted once."""
         return sum(group.count for group in self.groups(pad=1))
 
     def groups(self, pad: int = VISION_PAD) -> list[ParameterGroup]:
-        """Every parameter, by role; the vision MLP's width is rounded up to a multiple of `pad`."""
-        return [*self._text_groups(), *self._vision_groups(pad)]
+        """Every parameter, by role. The vision MLP's width is rounded up to a multiple of `pad`, and the vocabulary to
+        one of `VOCAB_PAD` unless `pad` is 1."""
+        return [*self._text_groups(1 if pad == 1 else VOCAB_PAD), *self._vision_groups(pad)]
 
     def shard_parameters(self, degree: int) -> int:
         """Elements that one rank of a tensor-parallel group holds, pad included."""
@@ -77,17 +90,18 @@ class ModelShape:
         # layers x (key, value) x heads of this rank x head width x bytes
         return self.num_layers * 2 * heads * self.head_dim * bytes_per_value
 
-    def _text_groups(self) -> list[ParameterGroup]:
+    def _text_groups(self, pad: int) -> list[ParameterGroup]:
+        rows = -(-self.vocab_size // pad) * pad
         h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
         layers = self.num_layers
-        head = [] if self.tied_embeddings else [_rows("lm_head", self.vocab_size * h)]
+        head = [] if self.tied_embeddings else [_rows("lm_head", rows * h)]
         return [
-            _rows("embed_tokens", self.vocab_size * h),
+            _rows("embed_tokens", rows * h),
             *head,
-            _rows("attention.q", layers * (h * h + h)),
-            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv)),
+            _rows("attention.q", layers * (h * h + h), layers),
+            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv), matrices=2 * layers),
             _columns("attention.o", layers * h * h),
-            _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size),
+            _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size, 2 * layers),
             _columns("mlp.down", layers * h * self.intermediate_size),
             _replicated("norms", layers * 2 * h + h),
         ]
@@ -95,13 +109,12 @@ class ModelShape:
     def _vision_groups(self, pad: int) -> list[ParameterGroup]:
         v, depth = self.vision_hidden_size, self.vision_depth
         width = -(-self.vision_intermediate_size // pad) * pad
-        patch = self.vision_in_channels * self.temporal_patch_size * self.patch_size**2
         merged = self.merge_size**2 * v
         return [
-            _replicated("vision.patch_embed", patch * v),
-            _rows("vision.qkv", depth * 3 * (v * v + v)),
+            _replicated("vision.patch_embed", self.patch_elements * v),
+            _rows("vision.qkv", depth * 3 * (v * v + v), 3 * depth),
             _columns("vision.proj", depth * v * v),
-            _rows("vision.mlp.gate_up", depth * 2 * (v * width + width)),
+            _rows("vision.mlp.gate_up", depth * 2 * (v * width + width), 2 * depth),
             _columns("vision.mlp.down", depth * v * width),
             _rows("vision.merger.0", merged * merged + merged),
             _columns("vision.merger.2", merged * self.hidden_size),
@@ -172,8 +185,8 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _rows(name: str, count: int) -> ParameterGroup:
-    return ParameterGroup(name=name, split="rows", count=count)
+def _rows(name: str, count: int, matrices: int = 1) -> ParameterGroup:
+    return ParameterGroup(name=name, split="rows", count=count, matrices=matrices)
 
 
 def _columns(name: str, count: int) -> ParameterGroup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex_cli.plan.model import shard_count
@@ -95,6 +96,7 @@ class WeightSharing:
         }  # fmt: skip
 
 
+@lru_cache(maxsize=64)
 def weight_sharing(shape: ModelShape, train_tp: int, rollout_tp: int, bytes_per_value: int) -> WeightSharing:
     """Classify every role of a model. Pure."""
     q = train_tp // rollout_tp

@@ -222,6 +222,9 @@ class ScheduleProfile:
     """Train groups whose responses are final while others still decode."""
     prefix_activations: Literal["keep", "host", "recompute"] = "recompute"
     """What prefix backward uses: kept activations, layer inputs saved on the host, or a second forward."""
+    suffix_kept_layers: NonNegativeInt | None = None
+    """Decoder layers, counted from the last, whose activations of the responses are kept for the backward; the
+    others run their forward again. `null` keeps all, which is fastest; 0 needs the least memory."""
     policy: str = "auto"
     """How decode and the trainer share a GPU: `serial` (never at once), `streams` (equal priority), `priority`
     (decode first), `fence:R` (R SMs kept from the trainer), `partition:D/P` (percent of the SMs for each), or `auto`,

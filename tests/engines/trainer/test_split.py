@@ -102,6 +102,18 @@ def test_prefix_modes_are_bit_equal(tiny: Any, grids: list[tuple[int, int, int]]
             assert torch.equal(other[name], gradient), (mode, name)
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2, 3, 9])
+def test_layers_that_run_again_are_bit_equal(tiny: Any, kept: int) -> None:
+    model = tiny.model(window=56, layers=3)
+    prompt, _, packed = group(tiny, VIDEO_GRIDS, [4, 1, 6])
+    logprobs, expected = split_gradients(model, prompt, packed, "recompute")
+    other_logprobs, other = split_gradients(model, prompt, packed, "recompute", suffix_kept_layers=kept)
+    assert torch.equal(other_logprobs, logprobs)
+    assert set(other) == set(expected)
+    for name, gradient in expected.items():
+        assert torch.equal(other[name], gradient), name
+
+
 def test_single_decoder_layer(tiny: Any) -> None:
     model = tiny.model(layers=1)
     prompt, _, packed = group(tiny, VIDEO_GRIDS, [4, 2])

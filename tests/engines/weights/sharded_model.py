@@ -113,14 +113,14 @@ def backward_of_group(split: SplitModel, seed: int, mode: Any) -> torch.Tensor:
     return logprobs.detach()
 
 
-def check_gradients(whole: Any, sharded: Sharded, tolerance: float, mode: Any) -> None:
-    """Log-probs and every gradient equal those of the whole model."""
+def check_gradients(whole: Any, sharded: Sharded, tolerance: float, mode: Any, kept: int | None) -> None:
+    """Log-probs and every gradient equal those of the whole model, with `kept` layers' suffix activations kept."""
     whole.zero_grad()
     options: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": (tiny.VIDEO, tiny.IMAGE)}
     reference = SplitModel(model_weights(whole), **options)
     params = dict(sharded.module.named_parameters())
     arena = GradientArena(params)
-    split = SplitModel(shard_weights(sharded.module, sharded.shard), **options)
+    split = SplitModel(shard_weights(sharded.module, sharded.shard), suffix_kept_layers=kept, **options)
     expected, got = backward_of_group(reference, 3, "keep"), backward_of_group(split, 3, mode)
     assert (expected - got).abs().max() < tolerance, (expected - got).abs().max()
     prompt, (response,) = tiny.make_prompt(5, [(2, 8, 4)]), tiny.make_responses(5, [6])
@@ -144,13 +144,13 @@ def check_gradients(whole: Any, sharded: Sharded, tolerance: float, mode: Any) -
 def gradients(rank: int) -> None:
     """TP 2 x DP 2 (here: two equal groups) and TP 4, KV heads 1 and 2, q = 1, 2 and 4, float32 and float64."""
     cases = [(2, 1, 2), (2, 2, 1), (4, 1, 1), (4, 2, 2), (4, 4, 1)]
-    modes = itertools.cycle(MODES)
+    modes, kept = itertools.cycle(MODES), itertools.cycle((None, 0, 1, 2))
     for train_tp, rollout_tp, kv_heads in cases:
         topology = build_topology(1, 4, train_tp, rollout_tp)
         groups = Groups(topology, kv_heads)
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
             whole = tiny.tiny_model(dtype, tied=train_tp == 2, intermediate=190, kv_heads=kv_heads)
-            check_gradients(whole, Sharded(whole, topology, groups), tolerance, next(modes))
+            check_gradients(whole, Sharded(whole, topology, groups), tolerance, next(modes), next(kept))
 
 
 class Alone:

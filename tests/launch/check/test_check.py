@@ -13,7 +13,9 @@ import pytest
 
 from rollplex_cli.cli import output
 from rollplex_cli.cli.main import run
+from rollplex_cli.core.errors import DataError
 from rollplex_cli.launch.check.cluster import check_partition, default_partition, parse_sinfo, partition_faults
+from rollplex_cli.launch.check.data import longest_prompt
 from rollplex_cli.launch.check.job import missing_files
 from rollplex_cli.profile.load import load_profile, load_site
 
@@ -158,3 +160,16 @@ def test_two_hundred_samples_in_half_a_minute() -> None:
     assert 'the true answer of `train-00000` earns {"exact": 0.9, "format": 0.1}' in done.stdout
     # On an idle machine of two cores; other tests may run beside it.
     assert time.monotonic() - started < 60
+
+
+@pytest.mark.scenario
+def test_the_longest_prompt_of_the_data() -> None:
+    found = longest_prompt(load_profile("tiny"), 24)
+    assert found == {"sample_id": "train-00000", "tokens": 92, "media_tokens": 64, "num_checked": 24}
+
+
+@pytest.mark.scenario
+def test_the_longest_prompt_of_no_data(tmp_path: Path) -> None:
+    missing = tmp_path / "rows.jsonl"
+    with pytest.raises(DataError, match=f"cannot read the data of task `rows`: no such data set: {missing}"):
+        longest_prompt(load_profile("qwen25vl3b", [f"task.options.path={missing}"]), 24)

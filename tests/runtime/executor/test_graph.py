@@ -138,6 +138,18 @@ def test_without_early_groups_suffixes_wait_for_the_barrier() -> None:
     assert any(p is Phase.GENERATE for k, p in started if k.kind is K.ACTOR_PREFIX)
 
 
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_after_decode_the_reference_is_done_before_the_actor_trains(limit: int) -> None:
+    graph = build_step_graph(range(4), reference=True)
+    schedule = schedule_from("rollplex", early_groups=False, prefixes_in_flight=limit)
+    kinds = [
+        key.kind for key, phase in simulate(graph, schedule, [2, 0, 3, 1], random.Random(2)) if phase is Phase.LEARN
+    ]
+    last_reference = max(i for i, kind in enumerate(kinds) if kind is K.REF_SUFFIX)
+    assert kinds.count(K.REF_SUFFIX) == 4
+    assert min(kinds.index(kind) for kind in GRADIENT) > last_reference
+
+
 def test_no_suffix_before_its_needs() -> None:
     graph = build_step_graph([0], reference=True)
     graph.start(TaskKey(K.DECODE, 0))

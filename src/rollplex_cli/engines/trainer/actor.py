@@ -76,6 +76,7 @@ class Actor:
         temperature: of the rollout.
         banned_token_ids: ids the rollout never samples.
         prefix_activations: what prefix backward uses, `keep`, `host` or `recompute`; results are bit-equal.
+        suffix_kept_layers: see `SplitModel`.
         attention: a key of `model.attention.ATTENTION`.
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
         freeze_vision: leave the vision tower and its projector alone.
@@ -96,6 +97,7 @@ class Actor:
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
         prefix_activations: PrefixMode = "recompute",
+        suffix_kept_layers: int | None = None,
         attention: str = "sdpa",
         data_parallel_group: dist.ProcessGroup | None = None,
         freeze_vision: bool = False,
@@ -139,6 +141,7 @@ class Actor:
             banned_token_ids=banned_token_ids,
             attention=attention,
             freeze_vision=freeze_vision,
+            suffix_kept_layers=suffix_kept_layers,
         )
 
     @property

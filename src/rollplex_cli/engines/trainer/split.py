@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from rollplex_cli.engines.trainer.model import language, vision
 from rollplex_cli.engines.trainer.model.attention import ATTENTION
@@ -74,6 +75,8 @@ class SplitModel:
         banned_token_ids: columns that the rollout can never sample (media placeholders).
         attention: a key of `ATTENTION`.
         freeze_vision: the vision tower runs as one stage without a graph; no backward reaches it.
+        suffix_kept_layers: layers, from the last, whose suffix activations are kept; None keeps all. The others keep
+            their input and run again in the backward. Bit-equal.
     """
 
     def __init__(
@@ -84,8 +87,12 @@ class SplitModel:
         banned_token_ids: Sequence[int] = (),
         attention: str = "sdpa",
         freeze_vision: bool = False,
+        suffix_kept_layers: int | None = None,
     ) -> None:
         self._freeze_vision = freeze_vision
+        layers = len(weights.layers)
+        # The last ones are kept: they are gone when the first of the others runs again.
+        self._redone_layers = 0 if suffix_kept_layers is None else max(0, layers - suffix_kept_layers)
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
         self.weights = weights
@@ -136,10 +143,16 @@ class SplitModel:
         queries_per_kv, segments = sizes.num_heads // sizes.num_kv_heads, packed.segments.to(device)
         behind = suffix_attention(packed.lengths, segments, state.num_tokens, queries_per_kv, weights.dtype)
         hidden = language.embed(weights, ids, None, ()).unsqueeze(0)
-        for layer, prefix in zip(weights.layers, state.boundary, strict=True):
-            hidden, _ = language.decoder_layer(
-                layer, sizes, hidden, angles, self._attention, prefix=prefix, behind=behind
-            )
+
+        def run(entry: torch.Tensor, index: int) -> torch.Tensor:
+            layer, prefix = weights.layers[index], state.boundary[index]
+            return language.decoder_layer(layer, sizes, entry, angles, self._attention, prefix=prefix, behind=behind)[0]
+
+        for index in range(len(weights.layers)):
+            if index < self._redone_layers and torch.is_grad_enabled():
+                hidden = checkpoint(run, hidden, index, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = run(hidden, index)
         return self._logprobs(hidden[0], packed.targets.to(device))
 
     def prefix_backward(self, state: PrefixState) -> None:

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollplex_cli.core.errors import DataError
 from rollplex_cli.core.files import read_json, read_tail
 from rollplex_cli.launch.check.findings import Finding, error, ok, warning
 from rollplex_cli.launch.subprocess import Child
@@ -45,6 +46,32 @@ def check_data(profile: Profile, num_samples: int, *, reward_limit_s: float = RE
         ]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def longest_prompt(profile: Profile, num_samples: int) -> dict[str, Any]:
+    """The longest of up to `num_samples` prompts of the training rows: `sample_id`, `tokens`, `media_tokens`,
+    `num_checked`.
+
+    Raises:
+        DataError: the data cannot be read, or no prompt could be built.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="rollplex-check-"))
+    try:
+        (folder / "profile.yaml").write_text(resolved_yaml(profile), encoding="utf-8")
+        data = _run(folder, "data", str(num_samples), env=worker_env(profile, os.environ), limit_s=DATA_LIMIT_S)
+        if isinstance(data, Finding):
+            raise DataError(f"cannot read the data of task `{profile.task.name}`: {data.text}", hint=_joined(data))
+        if not data["longest"]:
+            first = data["bad"][0]["text"] if data["bad"] else "there are no rows"
+            count, task = data["num_checked"], profile.task.name
+            raise DataError(f"none of {count} prompts of task `{task}` can be built: {first}")
+        return {**data["longest"][0], "num_checked": data["num_checked"]}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _joined(finding: Finding) -> str | None:
+    return "; ".join(finding.details) or None
 
 
 def _run(folder: Path, what: str, *arguments: str, env: dict[str, str], limit_s: float) -> dict[str, Any] | Finding:

@@ -13,7 +13,7 @@ from rollplex_cli.core.units import GIB, format_bytes, format_count
 from rollplex_cli.launch.check.findings import Finding, error, ok, skipped, warning
 from rollplex_cli.launch.slurm.lead import lead_warning, measure
 from rollplex_cli.launch.torchrun import choose_port
-from rollplex_cli.plan.fit import Machine, fit
+from rollplex_cli.plan.fit import Machine, advice_for, advice_text, fit
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -47,11 +47,11 @@ def check_memory(plan: Plan, machine: Machine, where: str) -> Finding:
     """The plan's peak against the budget and the nodes."""
     verdict = fit(plan, machine)
     if not verdict.fits:
-        return error("memory", f"does not fit {where}", *verdict.reasons, exit_code=3)
+        advice = advice_for(plan, machine)
+        hint = [] if advice is None else [advice_text(advice)]
+        return error("memory", f"does not fit {where}", *verdict.reasons, *hint, exit_code=3)
     peak, host = format_bytes(plan.memory.peak_bytes), format_bytes(plan.node_host_bytes)
     budget = "no budget" if plan.budget_bytes is None else f"budget {format_bytes(plan.budget_bytes)}"
-    if plan.budget_bytes is not None and plan.memory.peak_bytes > plan.budget_bytes:
-        return error("memory", f"the plan's peak of {peak} exceeds `memory.budget_gib`", budget, exit_code=3)
     return ok("memory", f"{peak} a rank at the peak ({budget}), {host} of host memory a node, on {where}")
 
 

@@ -82,6 +82,7 @@ def build_trainer(
         temperature=profile.rollout.temperature,
         banned_token_ids=banned,
         prefix_activations=profile.schedule.prefix_activations,
+        suffix_kept_layers=profile.schedule.suffix_kept_layers,
         data_parallel_group=team.groups.data,
         freeze_vision=profile.model.freeze_vision,
         shard=shard,

@@ -84,14 +84,16 @@ class Schedule:
         return self._finish_first(graph, allowed)
 
     def _pick_beside_decode(self, graph: TaskGraph, ready: list[TaskKey], phase: Phase) -> TaskKey | None:
-        """Prefixes first while decode runs (they are what can only be hidden there), reference before actor;
-        then, or once decode is over, whatever ends a group soonest."""
+        """Prefixes first while decode runs (they are what can only be hidden there), reference before actor, then
+        whatever ends a group soonest. Once decode is over all of the reference, so that its weights are gone before
+        the actor's activations come."""
         if phase is Phase.GENERATE:
             for kind in (TaskKind.REF_PREFIX, TaskKind.ACTOR_PREFIX):
                 for key in ready:
                     if key.kind is kind and self._has_slot(graph, key):
                         return key
-        return self._finish_first(graph, ready)
+            return self._finish_first(graph, ready)
+        return self._pick_by_role(graph, ready)
 
     def _finish_first(self, graph: TaskGraph, ready: list[TaskKey]) -> TaskKey | None:
         head = graph.next_to_train()

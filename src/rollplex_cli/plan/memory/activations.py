@@ -1,0 +1,199 @@
+"""Bytes of activations: what autograd keeps of a forward, and what lies beside it at the worst moment.
+
+Every figure is a product of rows and values per row. Values of one row in one decoder layer, `e` bytes each, on a rank
+of a training group (h hidden, A query width, K key width, I gate width of the rank):
+
+    kept by autograd     4 h        inputs and outputs of both norms
+                       + 2 A + 2 K  rotated queries, keys and values; attention's output
+                       + 4 I        gate and up, silu(gate), their product
+    gradients in flight    h + 3 I  of the layer's output; of the product, and of gate and up with one temporary
+
+They follow `engines/trainer/model`: whoever changes what a layer saves changes them here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollplex_cli.plan.memory.inputs import FLOAT32_BYTES
+
+if TYPE_CHECKING:
+    from rollplex_cli.plan.memory.inputs import MemoryInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One layer or vision block: bytes of a row."""
+
+    entry: int
+    """Its input."""
+    kept: int
+    """What autograd keeps of it, the input included."""
+    backward: int
+    """Gradients that exist at once in its backward."""
+    forward: int
+    """What a forward without autograd holds at once."""
+
+
+def decoder_layer(inputs: MemoryInputs) -> Layer:
+    """A layer of the language model on a training rank."""
+    shape, tp, size = inputs.shape, inputs.train_tp, inputs.bytes_per_value
+    h, queries = shape.hidden_size, shape.hidden_size // tp
+    keys = max(1, shape.num_kv_heads // tp) * shape.head_dim
+    gate = -(-shape.intermediate_size // tp)
+    # Float32: the statistics of both norms, and one log-sum-exp for each query head.
+    scalars = FLOAT32_BYTES * (2 + max(1, shape.num_heads // tp))
+    return Layer(
+        entry=h * size,
+        kept=(4 * h + 2 * queries + 2 * keys + 4 * gate) * size + scalars,
+        backward=(h + 3 * gate) * size,
+        forward=(3 * h + 4 * gate) * size,
+    )
+
+
+def vision_block(inputs: MemoryInputs) -> Layer:
+    """A block of the vision tower; a row is a patch."""
+    shape, tp, size = inputs.shape, inputs.train_tp, inputs.bytes_per_value
+    v, inner = shape.vision_hidden_size, -(-shape.vision_width // tp)
+    scalars = FLOAT32_BYTES * (2 + max(1, shape.vision_num_heads // tp))
+    return Layer(
+        entry=v * size,
+        # As a decoder layer, with as many key heads as query heads.
+        kept=(4 * v + 4 * (v // tp) + 4 * inner) * size + scalars,
+        backward=(v + 3 * inner) * size,
+        forward=(3 * v + 4 * inner) * size,
+    )
+
+
+def patches(inputs: MemoryInputs) -> int:
+    """Patches of a prompt that is all media: merged patches are tokens."""
+    return inputs.max_prompt_tokens * inputs.shape.merge_size**2
+
+
+def weight_gradient(inputs: MemoryInputs, elements: int) -> int:
+    """One weight's gradient before it is added to the arena: as computed, and cast to float32."""
+    size = inputs.bytes_per_value
+    return elements * (size + (FLOAT32_BYTES if size < FLOAT32_BYTES else 0))
+
+
+def _gate_up_gradient(inputs: MemoryInputs) -> int:
+    """Of the widest matrix of a layer."""
+    gate = -(-inputs.shape.intermediate_size // inputs.train_tp)
+    return weight_gradient(inputs, 2 * gate * inputs.shape.hidden_size)
+
+
+def suffix_activations(inputs: MemoryInputs) -> int:
+    """Training the packed responses of one group, at the worst moment of its backward."""
+    rows, layers, kept, layer = inputs.suffix_rows, inputs.shape.num_layers, inputs.kept_layers, decoder_layer(inputs)
+    redone = layers - kept
+    # Rotary angles, shared by all layers; input and output of the last norm.
+    saved = rows * (2 * FLOAT32_BYTES * inputs.shape.head_dim + 2 * layer.entry) + _masks(inputs)
+    saved += rows * (redone * layer.entry + kept * (layer.kept + joined_keys(inputs)))
+    gate_up = _gate_up_gradient(inputs)
+    at_head = _head(inputs)
+    in_kept = rows * layer.backward + gate_up if kept else 0
+    # The kept layers are the last ones: when the first of the others is run again, they are gone.
+    in_redone = rows * (layer.kept + joined_keys(inputs) - layer.entry + layer.backward) + gate_up if redone else 0
+    return saved + max(at_head, in_kept, in_redone - rows * kept * (layer.kept + joined_keys(inputs)))
+
+
+def _head(inputs: MemoryInputs) -> int:
+    """Logits of all rows and their gradients, float32: the log-probs' backward holds both, and where the vocabulary is
+    whole PyTorch's cross entropy a third array. Then the head's weight gradient beside gradients of the logits in the
+    weights' type."""
+    rows = inputs.suffix_rows
+    columns = -(-inputs.shape.vocab_size // inputs.train_tp)
+    arrays = 2 if inputs.train_tp > 1 else 3
+    gradient = weight_gradient(inputs, columns * inputs.shape.hidden_size)
+    return max(arrays * FLOAT32_BYTES * rows * columns, inputs.bytes_per_value * rows * columns + gradient)
+
+
+def scored_suffix(inputs: MemoryInputs) -> int:
+    """Scoring the packed responses of one group without autograd: a layer, or the head with two float32 arrays."""
+    layer, columns = decoder_layer(inputs), -(-inputs.shape.vocab_size // inputs.train_tp)
+    head = 2 * layer.entry + 2 * FLOAT32_BYTES * columns
+    return inputs.suffix_rows * max(layer.forward + joined_keys(inputs), head) + _masks(inputs)
+
+
+def stage_inputs(inputs: MemoryInputs) -> int:
+    """The input of every stage of one prefix: patches into vision blocks and projector, tokens into layers."""
+    return _language_inputs(inputs) + _vision_inputs(inputs)
+
+
+def _language_inputs(inputs: MemoryInputs) -> int:
+    return inputs.max_prompt_tokens * inputs.shape.num_layers * decoder_layer(inputs).entry
+
+
+def _vision_inputs(inputs: MemoryInputs) -> int:
+    if inputs.freeze_vision:
+        return inputs.max_prompt_tokens * decoder_layer(inputs).entry  # the projector's output
+    return patches(inputs) * (inputs.shape.vision_depth + 1) * vision_block(inputs).entry
+
+
+def prefix_forward(inputs: MemoryInputs) -> int:
+    """One prefix without autograd: its widest stage, and with `host` the inputs of all stages until they leave."""
+    tokens, shape = inputs.max_prompt_tokens, inputs.shape
+    first = patches(inputs) * shape.patch_elements * (FLOAT32_BYTES + inputs.bytes_per_value)
+    widest = max(
+        tokens * decoder_layer(inputs).forward,
+        patches(inputs) * vision_block(inputs).forward,
+        first + patches(inputs) * vision_block(inputs).entry,
+    )
+    return widest + (stage_inputs(inputs) if inputs.prefix_activations == "host" else 0)
+
+
+def kept_prefix(inputs: MemoryInputs) -> int:
+    """The whole graph of one prefix (`keep`); the last layer is keys and values only."""
+    tokens, shape, layer = inputs.max_prompt_tokens, inputs.shape, decoder_layer(inputs)
+    language = tokens * ((shape.num_layers - 1) * layer.kept + 2 * layer.entry)
+    vision = 0 if inputs.freeze_vision else patches(inputs) * shape.vision_depth * vision_block(inputs).kept
+    return language + vision
+
+
+def prefix_backward(inputs: MemoryInputs) -> int:
+    """One prefix going backward, beyond what is kept from its forward: stage by stage, the stages' inputs on the device
+    under `recompute`."""
+    shape, tokens, layer, block = inputs.shape, inputs.max_prompt_tokens, decoder_layer(inputs), vision_block(inputs)
+    gate_up = _gate_up_gradient(inputs)
+    words = weight_gradient(inputs, -(-shape.vocab_size // inputs.train_tp) * shape.hidden_size)
+    if inputs.prefix_activations == "keep":
+        return max(tokens * layer.backward + gate_up, tokens * layer.entry + words)
+    redone = inputs.prefix_activations == "recompute"
+    language = _language_inputs(inputs) if redone else 0
+    vision = _vision_inputs(inputs) if redone else 0
+    in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward) + gate_up
+    in_embedding = vision + 2 * tokens * layer.entry + words
+    if inputs.freeze_vision:
+        return max(in_layer, in_embedding)
+    in_block = vision + patches(inputs) * (block.kept - block.entry * redone + block.backward)
+    return max(in_layer, in_embedding, in_block)
+
+
+def joined_keys(inputs: MemoryInputs) -> int:
+    """Bytes of a row in a layer for prefix and own keys and values laid end to end: `masked` attention only."""
+    if inputs.on_gpu and inputs.bytes_per_value == 2:
+        return 0
+    keys = max(1, inputs.shape.num_kv_heads // inputs.train_tp) * inputs.shape.head_dim
+    joined = 2 * keys * (inputs.max_prompt_tokens + inputs.suffix_rows) * inputs.bytes_per_value
+    return -(-joined // inputs.suffix_rows)
+
+
+def _masks(inputs: MemoryInputs) -> int:
+    """The additive mask of `masked` attention: query heads of a key head x rows x (prefix and rows)."""
+    if inputs.on_gpu and inputs.bytes_per_value == 2:
+        return 0
+    per_key = inputs.shape.num_heads // inputs.shape.num_kv_heads
+    columns = inputs.max_prompt_tokens + inputs.suffix_rows
+    return per_key * inputs.suffix_rows * columns * inputs.bytes_per_value
+
+
+def rollout_workspace(inputs: MemoryInputs) -> int:
+    """What the rollout computes in: a chunk of prefill, a prompt's vision tower, or the sampler's logits."""
+    shape, tp, size = inputs.shape, inputs.rollout_tp, inputs.bytes_per_value
+    gate, inner = -(-shape.intermediate_size // tp), -(-shape.vision_width // tp)
+    prefill = inputs.chunked_prefill_tokens * (3 * shape.hidden_size + 3 * gate) * size
+    vision = patches(inputs) * (4 * shape.vision_hidden_size + 3 * inner) * size
+    # Logits of every running request, divided by the temperature, and their probabilities, float32.
+    sampler = 3 * FLOAT32_BYTES * inputs.max_running_requests * shape.vocab_size
+    return max(prefill, vision, sampler)

@@ -1,0 +1,108 @@
+"""What the memory plan is computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rollplex_cli.plan.model import ModelShape, shard_count
+
+PrefixActivations = Literal["keep", "host", "recompute"]
+Master = Literal["full", "split"]
+Ablation = Literal["no-kv-release", "no-reference-release", "no-snapshot-release", "no-optimizer-chunks", "naive"]
+ABLATIONS: tuple[Ablation, ...] = (
+    "no-kv-release",
+    "no-reference-release",
+    "no-snapshot-release",
+    "no-optimizer-chunks",
+    "naive",
+)
+"""Measures that can be left out, and `naive`, which leaves out all of them and the sharing of the weights."""
+
+FLOAT32_BYTES = 4
+STATE_BYTES: dict[Master, int] = {"full": 12, "split": 10}
+"""Of a trained parameter on the host, and over the link each way: float32 master (or the 16 bits that the device's
+BF16 weight lacks), first and second moment."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryInputs:
+    """A job as far as memory is concerned. Counts are per rank unless a name says otherwise."""
+
+    shape: ModelShape
+    train_tp: int
+    rollout_tp: int
+    data_parallel: int
+    groups: int
+    """Prompt groups of a training group in a step, those in flight beyond its share included."""
+    prefixes_in_flight: int
+    """Limit on boundaries held ahead of use; 0 is none."""
+    group_size: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    kv_tokens: int
+    max_running_requests: int
+    chunked_prefill_tokens: int
+    bytes_per_value: int
+    """Of weights and activations: 2 for bfloat16, 4 for float32."""
+    has_reference: bool
+    overlap: bool
+    """Whether prefixes run beside decode (schedule `rollplex`)."""
+    early_groups: bool
+    """Whether groups are trained while others still decode."""
+    prefix_activations: PrefixActivations
+    suffix_kept_layers: int | None
+    """Decoder layers, from the last, whose suffix activations are kept; None keeps all."""
+    freeze_vision: bool
+    chunk_elements: int
+    master: Master
+    prompt_cache_bytes: int
+    """Host memory for prompts that are built already."""
+    on_gpu: bool
+    resident: bool = False
+    """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
+    without: frozenset[Ablation] = frozenset()
+    """Measures left out."""
+
+    @property
+    def held_groups(self) -> int:
+        """Groups whose boundary is held at once by a role."""
+        if not self.overlap:
+            return 1  # role by role, group by group
+        # The group next in order is exempt from the limit.
+        return min(self.groups, self.prefixes_in_flight + 1) if self.prefixes_in_flight else self.groups
+
+    @property
+    def groups_per_replica(self) -> int:
+        """Most groups that a rollout replica decodes."""
+        return -(-self.groups * self.rollout_tp // self.train_tp)
+
+    @property
+    def suffix_rows(self) -> int:
+        """Rows of the packed responses of one group at their longest."""
+        return self.group_size * self.max_new_tokens
+
+    @property
+    def kept_layers(self) -> int:
+        """`suffix_kept_layers` as a number of layers."""
+        layers = self.shape.num_layers
+        return layers if self.suffix_kept_layers is None else min(layers, self.suffix_kept_layers)
+
+    @property
+    def own_bytes(self) -> int:
+        """Weights of a training shard."""
+        return self.shape.shard_parameters(self.train_tp) * self.bytes_per_value
+
+    @property
+    def trained_parameters(self) -> int:
+        """Elements of a training shard that have a gradient."""
+        return sum(
+            shard_count(group, self.train_tp, self.shape.num_kv_heads)
+            for group in self.shape.groups()
+            if not (self.freeze_vision and group.name.startswith("vision."))
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Optimizer state of a rank: its data-parallel share of its training shard."""
+        return -(-self.trained_parameters // self.data_parallel) * STATE_BYTES[self.master]

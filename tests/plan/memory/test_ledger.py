@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollplex_cli.plan.build import build_plan
+from rollplex_cli.plan.memory import ABLATIONS, PHASES, MemoryInputs, ablation_costs, compute_memory
+from rollplex_cli.plan.memory.objects import CLASSES
+from rollplex_cli.profile.load import load_profile
+
+Make = Callable[..., MemoryInputs]
+
+
+def moments_of(inputs: MemoryInputs) -> dict[str, dict[str, int]]:
+    return {moment.name: moment.objects for moment in compute_memory(inputs).moments}
+
+
+def test_every_phase_has_a_moment_and_objects_are_known(inputs: Make) -> None:
+    for profile in ("tiny", "qwen25vl7b", "qwen25vl32b"):
+        ledger = compute_memory(inputs(profile))
+        assert {moment.phase for moment in ledger.moments} == set(PHASES)
+        assert all(set(moment.objects) <= set(CLASSES) for moment in ledger.moments)
+        assert all(size > 0 for moment in ledger.moments for size in moment.objects.values())
+
+
+def test_early_groups_bring_training_beside_decode(inputs: Make) -> None:
+    late, early = moments_of(inputs(early_groups=False)), moments_of(inputs(early_groups=True))
+    assert set(early) - set(late) == {"decode, actor suffix", "decode, prefix backward"}
+    beside = early["decode, actor suffix"]
+    assert {"rollout_kv", "reference_weights", "gradients", "suffix_activations"} <= set(beside)
+    assert "gradients" not in late["decode, prefixes"]
+    assert early["actor suffix"] == late["actor suffix"]
+
+
+def test_colocate_holds_one_boundary_and_no_prefix_beside_decode(inputs: Make) -> None:
+    changed = inputs(overlap=False, early_groups=False)
+    found = moments_of(changed)
+    assert set(found["decode"]) == {
+        "snapshot", "rollout_kv", "vision_cache", "rollout_workspace", "context_and_graphs"
+    }  # fmt: skip
+    assert found["reference suffix"]["reference_boundary"] == found["actor suffix"]["actor_boundary"]
+    assert "actor_boundary" not in found["reference suffix"]
+    assert set(found["reference prefix"]) - {"context_and_graphs"} == {
+        "snapshot", "reference_weights", "reference_boundary", "prefix_activations"
+    }  # fmt: skip
+    assert changed.held_groups == 1
+
+
+@pytest.mark.parametrize(("limit", "held"), [(0, 8), (1, 2), (6, 7), (7, 8), (20, 8)])
+def test_boundaries_held_are_the_limit_and_the_next_group(inputs: Make, limit: int, held: int) -> None:
+    assert inputs(prefixes_in_flight=limit).held_groups == held
+
+
+def test_without_a_reference_nothing_of_it_is_anywhere(inputs: Make) -> None:
+    changed = inputs(has_reference=False)
+    assert not any(name.startswith("reference") for objects in moments_of(changed).values() for name in objects)
+    assert [item.name for item in compute_memory(changed).host_objects] == ["optimizer_state", "prompt_cache"]
+
+
+def test_a_frozen_vision_tower_needs_no_gradients_and_no_state(inputs: Make) -> None:
+    plain, frozen = inputs("qwen25vl3b"), inputs("qwen25vl3b", freeze_vision=True)
+    vision = sum(group.count for group in plain.shape.groups() if group.name.startswith("vision."))
+    assert plain.trained_parameters - frozen.trained_parameters == vision
+    assert moments_of(plain)["update"]["gradients"] - moments_of(frozen)["update"]["gradients"] == 4 * vision
+    assert plain.state_bytes - frozen.state_bytes == 12 * vision
+    assert (
+        moments_of(frozen)["prefix backward"]["prefix_activations"]
+        < moments_of(plain)["prefix backward"]["prefix_activations"]
+    )
+    assert moments_of(frozen)["publish"]["snapshot"] == moments_of(plain)["publish"]["snapshot"]
+
+
+def test_a_split_master_moves_and_holds_ten_bytes(inputs: Make) -> None:
+    full, split = inputs("qwen25vl7b"), inputs("qwen25vl7b", master="split")
+    assert full.state_bytes == 12 * full.trained_parameters
+    assert split.state_bytes == 10 * full.trained_parameters
+    before, after = compute_memory(full), compute_memory(split)
+    assert before.update_s is not None and after.update_s == pytest.approx(before.update_s * 10 / 12)
+    # Three remainders less two bytes each, one whole master more.
+    assert moments_of(split)["update"]["optimizer_chunks"] == 16_777_216 * (3 * 10 + 4 + 2 + 1)
+
+
+def test_layer_inputs_on_the_host_leave_the_device_and_are_not_pinned(inputs: Make) -> None:
+    recompute, host = inputs(), inputs(prefix_activations="host")
+    assert (
+        moments_of(host)["prefix backward"]["prefix_activations"]
+        < moments_of(recompute)["prefix backward"]["prefix_activations"]
+    )
+    extra = next(i for i in compute_memory(host).host_objects if i.name == "prefix_activations")
+    assert not extra.pinned
+    # 8 groups x (tokens x 64 layers x 5120, patches x 33 stages x 1280) x 2 bytes
+    assert extra.bytes == 8 * 2 * 8192 * (64 * 5120 + 4 * 33 * 1280)
+
+
+def test_a_cpu_has_no_context_no_staging_and_no_link(inputs: Make) -> None:
+    ledger = compute_memory(inputs("tiny"))
+    names = {name for moment in ledger.moments for name in moment.objects}
+    assert "context_and_graphs" not in names and "optimizer_chunks" not in names
+    assert ledger.update_s is None and ledger.pinned_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shared", "separate"),
+    [(8192 + 8 * 2048, 8, 2), (8192 + 8 * 2048 - 1, 7, 2), (10240, 1, 1), (2 * (8192 + 8 * 2048) + 10240, 17, 5)],
+)
+def test_capacity_in_sequences(inputs: Make, tokens: int, shared: int, separate: int) -> None:
+    kv = compute_memory(inputs(kv_tokens=tokens)).kv
+    assert (kv.tokens, kv.sequences, kv.separate_sequences) == (tokens, shared, separate)
+    # A replica decodes 4 of 8 groups.
+    assert kv.needed_tokens == 4 * (8192 + 8 * 2048)
+
+
+def test_an_object_that_is_never_released_costs_itself_where_the_peak_is(inputs: Make) -> None:
+    job = inputs()
+    planned = compute_memory(job)
+    costs = {cost.name: cost for cost in ablation_costs(job, ABLATIONS)}
+    decode, peak = planned.moments[0].objects, planned.peak_moment().objects
+    assert costs["no-kv-release"].extra_bytes == decode["rollout_kv"]
+    assert costs["no-reference-release"].extra_bytes == decode["reference_weights"]
+    assert costs["no-snapshot-release"].extra_bytes == decode["snapshot"] - peak["snapshot"]
+    assert costs["no-optimizer-chunks"].extra_bytes == 12 * job.trained_parameters
+    assert costs["naive"].ledger.peak_bytes == planned.naive_peak_bytes
+
+
+def test_heads_that_several_ranks_train_are_never_unmapped(inputs: Make) -> None:
+    # 4 key/value heads: at train TP 8 two ranks hold each of them.
+    job = inputs("qwen25vl7b", train_tp=8, rollout_tp=4)
+    kv = next(group for group in job.shape.groups() if group.name == "attention.kv")
+    released = moments_of(job)["publish"]["snapshot"] - moments_of(job)["update"]["snapshot"]
+    rows = sum(group.count for group in job.shape.groups() if group.split == "rows")
+    assert kv.count and released < 2 * (rows // 4 - rows // 8)
+
+
+def test_resident_objects_stay_for_the_whole_step(inputs: Make) -> None:
+    managed, resident = compute_memory(inputs()), compute_memory(inputs(resident=True))
+    for name in ("snapshot", "rollout_kv", "reference_weights", "gradients"):
+        largest = max(moment.objects.get(name, 0) for moment in managed.moments)
+        assert {moment.objects[name] for moment in resident.moments} == {largest}
+    assert resident.peak_bytes > managed.peak_bytes
+    assert resident.naive_peak_bytes == managed.naive_peak_bytes
+    assert resident.moments[-2].objects["optimizer_chunks"] == managed.moments[-2].objects["optimizer_chunks"]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_equal_degrees_share_everything(inputs: Make, degree: int) -> None:
+    job = inputs("qwen25vl7b", train_tp=degree, rollout_tp=degree)
+    (cost,) = ablation_costs(job, ("no-snapshot-release",))
+    assert cost.extra_bytes == 0
+    assert "publish_staging" not in moments_of(job)["publish"]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    kept=st.integers(0, 27), ahead=st.integers(1, 31), early=st.booleans(), tokens=st.integers(64, 8192),
+    new=st.integers(64, 2048), chunk=st.integers(1, 1 << 18), left_out=st.sets(st.sampled_from(ABLATIONS)),
+)  # fmt: skip
+def test_less_of_anything_never_costs_more(
+    inputs: Make, kept: int, ahead: int, early: bool, tokens: int, new: int, chunk: int, left_out: set[str]
+) -> None:
+    more = inputs("qwen25vl7b", early_groups=True, suffix_kept_layers=None, without=frozenset(left_out))
+    less = inputs(
+        "qwen25vl7b", early_groups=early, suffix_kept_layers=kept, prefixes_in_flight=ahead, max_prompt_tokens=tokens,
+        max_new_tokens=new, chunk_elements=64 * chunk, without=frozenset(left_out),
+    )  # fmt: skip
+    assert compute_memory(less).peak_bytes <= compute_memory(more).peak_bytes
+    for job in (less, more):
+        ledger = compute_memory(job)
+        assert ledger.peak_bytes <= ledger.naive_peak_bytes
+        assert compute_memory(inputs("qwen25vl7b")).host_bytes >= 0
+
+
+def test_layers_run_again_never_cost_more_than_layers_kept(inputs: Make) -> None:
+    peaks = [compute_memory(inputs(suffix_kept_layers=kept)).peak_bytes for kept in range(65)]
+    assert peaks == sorted(peaks)
+
+
+def test_groups_in_flight_beyond_the_share_count() -> None:
+    plain = build_plan(load_profile("qwen25vl3b")).memory_inputs
+    more = build_plan(load_profile("qwen25vl3b", ["rollout.extra_groups=4"])).memory_inputs
+    assert more.groups == plain.groups + 4
