@@ -55,6 +55,7 @@ def build_rollout(
             chunked_prefill_tokens=profile.rollout.chunked_prefill_tokens,
             seed=derive_seed(profile.runtime.seed, "engine"),
             stream=rollout_stream() if device == "cuda" else None,
+            run_ahead=profile.rollout.run_ahead and device == "cuda",
         )
     )
 
