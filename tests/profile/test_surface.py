@@ -101,6 +101,7 @@ KEYS = {
     "rollout.max_carries",
     "rollout.max_new_tokens",
     "rollout.max_running_requests",
+    "rollout.run_ahead",
     "rollout.stale_tokens",
     "rollout.temperature",
     "rollout.top_k",

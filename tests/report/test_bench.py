@@ -17,7 +17,13 @@ RESULT = {
             "phase_s": {"GENERATE": 0.5, "LEARN": 0.75},
             "ratio": {"colocate": 1.0},
         },
-        {"workload": "recorded [/x]", "schedule": "rollplex", "step_s_median": 1.0, "ratio": {"colocate": 1.25}},
+        {
+            "workload": "recorded [/x]",
+            "schedule": "rollplex",
+            "step_s_median": 1.0,
+            "ratio": {"colocate": 1.25},
+            "ratio_ci95": {"colocate": [1.125, 1.375]},
+        },
     ],
     "hardware": "2 cores",
     "commit": "abc\x1b[31m",
@@ -37,6 +43,7 @@ def test_schedules_stand_side_by_side() -> None:
     assert "1.000" in lines["step"]
     assert "1.25" in lines["times colocate's speed"]
     assert "1.200 .. 1.375" in text
+    assert "1.125 .. 1.375" in lines["95 % interval"]
     # The second one has no phases.
     assert " - " in lines["GENERATE"]
     assert "workload recorded [/x]" in text

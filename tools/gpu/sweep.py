@@ -128,11 +128,17 @@ def show(result: dict[str, Any], after_s: float) -> None:
     print(f"== {result['results'][0]['workload']} after {after_s:.0f} s, bound {result['bound_s']}", flush=True)
     for row in result["results"]:
         phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["phase_s"].items())
-        ratios = " ".join(f"{name} {value:.3f}" for name, value in row["ratio"].items())
+        ratios = " ".join(f"{name} {value:.3f}{_interval(row, name)}" for name, value in row["ratio"].items())
         print(f"{row['variant']:<20} {row['step_s_median']:.2f} s  {phases}  ratios: {ratios}", flush=True)
     for m in result["co_run"]:
         print("co-run", {k: round(v, 3) if isinstance(v, float) else v for k, v in m.items()}, flush=True)
     print({kind: (row["count"], round(row["median_s"], 3)) for kind, row in result["tasks"].items()}, flush=True)
+
+
+def _interval(row: dict[str, Any], name: str) -> str:
+    """The 95 % interval of a ratio, in brackets."""
+    ends = row["ratio_ci95"][name]
+    return f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
 
 
 def profile_tasks(rank: Any, arguments: argparse.Namespace) -> None:

@@ -117,6 +117,9 @@ class RolloutProfile:
     kv_tokens: PositiveInt = 65536
     """Capacity of the rollout's KV pool, in tokens per rank."""
     chunked_prefill_tokens: PositiveInt = 8192
+    run_ahead: bool = True
+    """On a GPU, launch each batch before the tokens of the one before are read, so that decode never waits for Python.
+    The tokens are the same; no effect on the CPU."""
     extra_groups: NonNegativeInt = 0
     """Prompt groups a rank has in flight beyond its share of `algorithm.prompts_per_step`: a step ends when its share
     is complete, and does not wait for the longest responses. What is left goes on in the next step."""

@@ -26,6 +26,8 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
     """One table per workload with a column per schedule and policy, what it was measured on below.
 
     `ratio` of a baseline is the median of its step time over this column's, pair by pair: above 1 this one is faster.
+    Below it the 95 % confidence interval of the mean (`runtime.bench.result.ratio_interval`), whose lower end is what
+    has been shown, and the extremes of the pairs.
     """
     rows = [row for row in result.get("results", []) if isinstance(row, dict)]
     workloads = list(dict.fromkeys(printable(row.get("workload", "-")) for row in rows))
@@ -67,6 +69,7 @@ def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
             Text(f"times {printable(baseline)}'s speed"),
             *(show(number(row, f"ratio.{baseline}"), ".2f") for row in rows),
         )
+        table.add_row("  95 % interval", *(_spread(_part(row, "ratio_ci95", baseline)) for row in rows))
         table.add_row("  lowest .. highest", *(_spread(_part(row, "ratio_spread", baseline)) for row in rows))
     return table
 

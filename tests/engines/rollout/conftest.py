@@ -24,11 +24,14 @@ BANNED = (381, 382)
 
 
 @pytest.fixture(scope="module")
-def engine(tiny_checkpoint: Path, default_group: None) -> Iterator[SglangRollout]:
-    """An engine with room for everything, prefilling at most 256 tokens in a step."""
+def engine(request: pytest.FixtureRequest, tiny_checkpoint: Path, default_group: None) -> Iterator[SglangRollout]:
+    """An engine with room for everything, prefilling at most 256 tokens in a step; running ahead where asked to."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    built = SglangRollout(RolloutOptions(model_dir=tiny_checkpoint, kv_tokens=8192, chunked_prefill_tokens=256))
+    run_ahead = bool(getattr(request, "param", False))
+    built = SglangRollout(
+        RolloutOptions(model_dir=tiny_checkpoint, kv_tokens=8192, chunked_prefill_tokens=256, run_ahead=run_ahead)
+    )
     yield built
     built.close()
     torch.set_num_threads(threads)

@@ -107,3 +107,17 @@ def test_restrict_keeps_the_nucleus() -> None:
     assert kept(1e-6) == [1]
     assert kept(1.0, torch.tensor([2])) == [1, 3]
     assert kept(0.6, torch.tensor([1])) == [1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [300, 9001, 152_064])
+def test_the_kernel_draws_what_pytorch_draws(num_tokens: int) -> None:
+    """Same hash, same noise: but for ties after rounding, the same token."""
+    count = 64
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.log_softmax(2 * torch.randn(count, num_tokens, generator=generator), dim=-1)
+    logprobs[:, 7] = -torch.inf
+    seeds = torch.randint(0, 2**62, (count,), generator=generator)
+    positions = torch.randint(0, 5000, (count,), generator=generator)
+    on_gpu = draw(logprobs.cuda(), seeds.cuda(), positions.cuda()).cpu()
+    assert int((on_gpu == draw(logprobs, seeds, positions)).sum()) >= count - 1

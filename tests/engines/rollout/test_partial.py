@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.rollout.engine import SglangRollout
 
-pytestmark = pytest.mark.scenario
+pytestmark = [
+    pytest.mark.scenario,
+    pytest.mark.parametrize("engine", [False, True], indirect=True, ids=["in_step", "ahead"]),
+]
 
 TEXT_WEIGHT = ("model.norm.weight", "model.language_model.norm.weight")
 VISION_WEIGHT = ("visual.merger.ln_q.weight", "model.visual.merger.ln_q.weight")

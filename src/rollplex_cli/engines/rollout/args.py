@@ -51,6 +51,9 @@ class RolloutOptions:
     """Vision embeddings kept between the first and the last sibling of a group."""
     fp32_lm_head: bool = False
     """Multiply the last hidden state with the head in float32."""
+    run_ahead: bool = False
+    """Launch a step's batch before the tokens of the one before are read: the device never waits for Python, a response
+    that ends takes part in one batch more, and its end is seen one step later. Costs time on the CPU."""
     rebind: Rebind | None = None
     """Places the parameters elsewhere, before the KV pool and the decode graphs exist."""
     kv_buffers: KvBuffers | None = None
@@ -80,7 +83,7 @@ def server_args(options: RolloutOptions, tp_size: int) -> Any:
         "max_prefill_tokens": options.chunked_prefill_tokens,
         "page_size": 1,
         "schedule_policy": "fcfs",
-        "disable_overlap_schedule": True,
+        "disable_overlap_schedule": not options.run_ahead,
         "enable_mixed_chunk": False,
         "grammar_backend": "none",
         "enable_multimodal": True,

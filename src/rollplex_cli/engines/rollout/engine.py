@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import math
 import threading
@@ -91,6 +92,9 @@ class SglangRollout:
         self._closed = False
         self._enter = partial(build.on_stream, options)
         built = build.scheduler(options, replicas, tp_rank)
+        if options.run_ahead:
+            # What the calls put on the device prepares batches; these run on `options.stream`.
+            self._enter = partial(build.on_stream, dataclasses.replace(options, stream=built.scheduler.schedule_stream))
         SglangRollout._alive = True
         self._scheduler: Any = built.scheduler
         self._image_token_id: int = built.image_token_id
@@ -100,6 +104,8 @@ class SglangRollout:
         self._version = 0
         self._steps = 0
         self._groups: dict[int, _Group] = {}
+        self._ready: list[GroupResult] = []
+        """Groups whose last tokens were taken in by `pause` or `abort`; the next step returns them."""
         self._by_rid: dict[str, _Track] = {}
         self._serial = 0
 
@@ -146,7 +152,7 @@ class SglangRollout:
         """Queue groups. Raises UsageError for a request that can never run; then none of `requests` is queued."""
         from rollplex_cli.engines.rollout import requests as conversion
 
-        conversion.check(requests, set(self._groups))
+        conversion.check(requests, {*self._groups, *(result.group for result in self._ready)})
         groups = [
             conversion.GroupInputs(r, image_token_id=self._image_token_id, video_token_id=self._video_token_id)
             for r in requests
@@ -163,30 +169,19 @@ class SglangRollout:
     def step(self) -> list[GroupResult]:
         """One scheduler step (a prefill or a decode); returns groups completed by it, ordered by group id."""
         self._steps += 1
-        if not self._groups:
-            return []
-        reqs = self._scheduler.step()
-        if not reqs:
-            raise RunFailedError(f"the rollout has nothing to run, unfinished groups: {sorted(self._groups)}")
-        touched: set[int] = set()
-        for req in reqs:
-            track = self._by_rid.get(req.rid)
-            if track is None or not req.output_ids:
-                continue
-            if track.cached_tokens is None:
-                track.cached_tokens = int(req.cached_tokens)
-                touched.add(track.group)
-            if req.finished():
-                self._finish(track)
-                touched.add(track.group)
-        results = self._collect(touched)
-        if not self._groups:
-            self._scheduler.settle()
+        results = [dataclasses.replace(result, decode_step=self._steps) for result in self._ready]
+        self._ready = []
+        if self._groups:
+            reqs = self._scheduler.step()
+            if reqs is None:
+                raise RunFailedError(f"the rollout has nothing to run, unfinished groups: {sorted(self._groups)}")
+            results = sorted(results + self._take_in(reqs), key=lambda result: result.group)
+            self._settle()
         return results
 
     def has_work(self) -> bool:
         """True while any submitted request is unfinished."""
-        return bool(self._groups)
+        return bool(self._groups or self._ready)
 
     @_engine_call
     def abort(self, groups: Sequence[int] | None = None) -> list[GroupResult]:
@@ -194,11 +189,12 @@ class SglangRollout:
 
         A response that never started has no tokens. Raises ValueError for an unknown group.
         """
-        chosen = list(self._groups) if groups is None else list(groups)
-        unknown = [g for g in chosen if g not in self._groups]
-        if unknown:
-            raise ValueError(f"no such group: {unknown}")
-        for number in chosen:
+        known = {*self._groups, *(result.group for result in self._ready)}
+        chosen = known if groups is None else set(groups)
+        if chosen - known:
+            raise ValueError(f"no such group: {sorted(chosen - known)}")
+        self._drain()
+        for number in chosen & self._groups.keys():
             group = self._groups[number]
             group.siblings_wait = False
             for track in group.tracks:
@@ -206,15 +202,18 @@ class SglangRollout:
                     if track.req is not None and not track.req.finished():
                         self._scheduler.drop(track.req)
                     self._finish(track)
-        results = self._collect(set(chosen))
-        if not self._groups:
-            self._scheduler.settle()
+        self._ready += self._collect(chosen & self._groups.keys())
+        results = sorted((r for r in self._ready if r.group in chosen), key=lambda result: result.group)
+        self._ready = [r for r in self._ready if r.group not in chosen]
+        self._settle()
         return results
 
     @_engine_call
     def pause(self) -> None:
         """Give back the KV of running requests, keeping their tokens and log-probs; `step` resumes them."""
+        self._drain()
         self._scheduler.retract_running()
+        self._settle()
 
     @_engine_call
     def drop_caches(self) -> None:
@@ -258,6 +257,29 @@ class SglangRollout:
         if self._scheduler.holds_kv:
             raise ValueError(f"`{call}` needs an idle or paused engine")
         self._scheduler.flush()
+
+    def _take_in(self, reqs: Sequence[Any]) -> list[GroupResult]:
+        """Groups completed by what a step of the scheduler left on `reqs`."""
+        touched: set[int] = set()
+        for req in reqs:
+            track = self._by_rid.get(req.rid)
+            if track is None or not req.output_ids:
+                continue
+            if track.cached_tokens is None:
+                track.cached_tokens = int(req.cached_tokens)
+                touched.add(track.group)
+            if req.finished():
+                self._finish(track)
+                touched.add(track.group)
+        return self._collect(touched)
+
+    def _drain(self) -> None:
+        """Take in what is under way; afterwards requests can be stopped."""
+        self._ready += self._take_in(self._scheduler.drain())
+
+    def _settle(self) -> None:
+        if not self._groups:
+            self._scheduler.settle()
 
     def _check_fits(self, inputs: Any) -> None:
         prompt = inputs.request.input.num_tokens

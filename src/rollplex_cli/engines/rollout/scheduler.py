@@ -5,6 +5,7 @@ Import only after `host.import_sglang`.
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,11 @@ class _NoOutput:
 
 
 class HostedScheduler(Scheduler):
-    """A Scheduler whose loop is `step`, called by one thread."""
+    """A Scheduler whose loop is `step`, called by one thread.
+
+    Running ahead (SGLang's overlap schedule) a step launches its batch before it reads the tokens of the one before, so
+    the device never waits for Python. Which batches run depends on the requests alone either way.
+    """
 
     running_batch: Any
     """Requests being decoded; finished ones stay in it until the next step."""
@@ -40,6 +45,12 @@ class HostedScheduler(Scheduler):
     waiting_queue: list[Any]
     chunked_req: Any
     """The request whose prompt is partly prefilled, or `None`."""
+    enable_overlap: bool
+    """Whether a step runs ahead."""
+    result_queue: deque[Any]
+    """(batch, its results) launched and not taken in, oldest first."""
+    schedule_stream: Any
+    """Where batches are prepared; running ahead, another stream than the one they run on."""
 
     def __init__(self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None) -> None:
         self._rebind = rebind
@@ -73,6 +84,31 @@ class HostedScheduler(Scheduler):
         """Results are read off the requests."""
         self.output_streamer = _NoOutput()
 
+    def init_overlap(self) -> None:
+        """Streams of SGLang's overlap schedule: batches run on the stream current now, on which the decode graphs are
+        captured, and what prepares them and copies their results has its priority."""
+        if not self.enable_overlap:
+            super().init_overlap()
+            self.result_queue = deque()
+            return
+        module = torch.get_device_module(self.device)
+        self.forward_stream = self.tp_worker.model_runner.forward_stream = module.current_stream()
+        super().init_overlap()
+        self.result_queue = deque()
+        self._war_barrier_enabled = self.device == "cuda"
+        if self.device == "cuda":
+            taken = [self.forward_stream]
+            for _ in range(2):
+                # Streams come from a pool of 32 in turn, so a new one may be one of those in use.
+                stream = torch.cuda.Stream(priority=self.forward_stream.priority)
+                while stream in taken:
+                    stream = torch.cuda.Stream(priority=self.forward_stream.priority)
+                taken.append(stream)
+            _, self.schedule_stream, self.copy_stream = taken
+            self.copy_stream_ctx = torch.cuda.stream(self.copy_stream)
+        else:
+            self.schedule_stream = self.forward_stream
+
     def init_tp_model_worker(self) -> None:
         """Load the model, then place its weights before pools and decode graphs take their addresses."""
         super().init_tp_model_worker()
@@ -94,18 +130,38 @@ class HostedScheduler(Scheduler):
         return self.tp_worker.model_runner.model
 
     @torch.no_grad()
-    def step(self) -> list[Any]:
-        """Run one batch (a prefill or a decode); the requests that were in it, empty if there was nothing to run."""
+    def step(self) -> list[Any] | None:
+        """Launch one batch (a prefill or a decode) and take in results: its own, or, running ahead, the last one's.
+
+        Returns the requests whose results were taken in, `None` if there was nothing to launch or to take in.
+        """
         batch = self._next_batch()
         if batch is None:
             # Dropping the last finished request of a full batch takes a turn of its own, which runs nothing.
             batch = self._next_batch()
-        reqs: list[Any] = []
+        if batch is None and not self.result_queue:
+            return None
         if batch is not None:
             result = self.run_batch(batch)
-            reqs = list(batch.reqs)
-            self.process_batch_result(batch, result)
+            if self.enable_overlap:
+                self._apply_war_barrier()  # what is prepared from now on waits until this forward has read its inputs
+            # Preparing the next batch changes this one before its results are read.
+            self.result_queue.append((batch.copy() if self.enable_overlap else batch, result))
+        reqs = self._take_in(keep=int(self.enable_overlap and batch is not None))
         self.last_batch = batch
+        return reqs
+
+    @torch.no_grad()
+    def drain(self) -> list[Any]:
+        """Take in every result under way; the requests concerned. Afterwards the device is done with all batches."""
+        return self._take_in(keep=0)
+
+    def _take_in(self, keep: int) -> list[Any]:
+        reqs: list[Any] = []
+        while len(self.result_queue) > keep:
+            batch, result = self.result_queue.popleft()
+            reqs += batch.reqs
+            self.process_batch_result(batch, result)
         return reqs
 
     def _next_batch(self) -> Any:
@@ -115,7 +171,7 @@ class HostedScheduler(Scheduler):
         return plan.batch_to_run
 
     def drop(self, req: Any) -> None:
-        """End an unfinished request between two steps, giving back its KV. Its tokens stay readable on it."""
+        """End an unfinished request after `drain`, giving back its KV. Its tokens stay readable on it."""
         if any(queued is req for queued in self.waiting_queue):
             self.waiting_queue = [queued for queued in self.waiting_queue if queued is not req]
         else:
@@ -125,7 +181,9 @@ class HostedScheduler(Scheduler):
         req.finished_reason = FINISH_ABORT()
 
     def settle(self) -> None:
-        """With no live request left, forget the finished ones, which SGLang would do one step later."""
+        """With no live request left, forget the finished ones, which SGLang would do one step later, and wait for the
+        batch that was launched before their end was known."""
+        self.drain()
         if not self.waiting_queue and self.chunked_req is None:
             self.running_batch.filter_batch()
             self.running_batch.batch_is_full = False
@@ -151,8 +209,11 @@ class HostedScheduler(Scheduler):
         return tuple(pairs)
 
     def retract_running(self) -> None:
-        """Give back the KV of every running request; all go back to the queue with their tokens."""
+        """After `drain`: give back the KV of every running request; all go back to the queue with their tokens."""
+        # SGLang would take in a result here, and finds none.
+        running_ahead, self.enable_overlap = self.enable_overlap, False
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self.enable_overlap = running_ahead
         self._engine_paused = False
 
     @property

@@ -65,6 +65,7 @@ def build_rollout(
             stream=rollout_stream() if device == "cuda" else None,
             rebind=None if residency is None else partial(place_weights, residency, foreign or {}),
             kv_buffers=None if residency is None else partial(place_key_values, residency),
+            run_ahead=profile.rollout.run_ahead and device == "cuda",
         )
     )
     if residency is not None:

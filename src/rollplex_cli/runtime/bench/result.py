@@ -79,7 +79,7 @@ def _summary(
         "phase_s": {p: statistics.median(r["phase_s"].get(p, 0.0) for r in own) for p in phases},
         "ratio": {other: statistics.median(values) for other, values in ratios.items()},
         "ratio_spread": {other: [min(values), max(values)] for other, values in ratios.items()},
-        "ratio_ci95": {other: _interval(values) for other, values in ratios.items()},
+        "ratio_ci95": {other: ratio_interval(values) for other, values in ratios.items()},
         "co_run_efficiency": efficiency or None,
         "peak_bytes": max(peaks) if peaks else None,
         "bound_ratio": middle / bound if bound else None,
@@ -93,8 +93,12 @@ def _responses(row: dict[str, Any]) -> int:
     return int(row["num_responses"])
 
 
-def _interval(ratios: Sequence[float]) -> list[float] | None:
-    """95 % confidence interval of the mean ratio over pairs, on the logarithms; None for one pair."""
+def ratio_interval(ratios: Sequence[float]) -> list[float] | None:
+    """95 % confidence interval of the geometric mean of ratios over pairs; None for one pair.
+
+    Student's t on the logarithms: the drift that both steps of a pair share cancels in a pair's ratio, and speed-ups
+    and slow-downs of the same factor weigh the same.
+    """
     if len(ratios) < 2:
         return None
     logs = [math.log(r) for r in ratios]
