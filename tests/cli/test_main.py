@@ -144,23 +144,6 @@ def test_profiles_list_show_copy(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert run(["profiles", "copy", "tiny", "no/such/folder.yaml"]) == 2
 
 
-def test_memory_of_a_profile(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["profile-memory", "--profile", "qwen25vl32b", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    assert summary["fits"]
-    assert run(["profile-memory", "--profile", "qwen25vl32b"]) == 0
-    table = capsys.readouterr().out
-    assert "rollout_kv" in table
-    assert "16.0 GiB" in table
-
-
-def test_memory_over_the_budget_exits_3_and_stays_one_json_document(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["profile-memory", "--profile", "qwen25vl32b", "--set", "memory.budget_gib=20", "--json"]) == 3
-    out, err = lines(capsys)
-    assert json.loads(out)["fits"] is False
-    assert err[0].startswith("error: the plan's peak of ")
-
-
 @pytest.mark.parametrize("command", ["report", "export"])
 def test_folders_that_are_no_runs(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     extra = ["--to", "out"] if command == "export" else []
