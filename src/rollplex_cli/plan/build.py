@@ -164,11 +164,10 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         suffix_kept_layers=schedule.suffix_kept_layers,
         freeze_vision=profile.model.freeze_vision,
         chunk_elements=profile.optimizer.chunk_elements,
-        # The key comes with the optimizer that can keep it.
-        master=getattr(profile.optimizer, "master", "full"),
+        master=profile.optimizer.master,
         prompt_cache_bytes=round(profile.data.cache_gib * GIB),
         on_gpu=profile.topology.device == "cuda",
-        resident=getattr(profile.memory, "residency", "managed") == "resident",
+        resident=profile.memory.residency == "resident",
     )
 
 

@@ -90,7 +90,7 @@ def test_what_is_advised_fits_when_it_is_set(device: int, host: int, early: bool
     advice = advice_for(plan, Machine())
     assert (advice is None) == (not memory_reasons(plan, Machine()))
     wanted = [] if advice is None else settings_of(advice)
-    if advice is None or not advice.fits or any(change.startswith("optimizer.master") for change in wanted):
+    if advice is None or not advice.fits:
         return
     changed = build_plan(load_profile("qwen25vl7b", [*start, *wanted]))
     assert not memory_reasons(changed, Machine()), wanted

@@ -177,6 +177,17 @@ def test_layers_run_again_never_cost_more_than_layers_kept(inputs: Make) -> None
     assert peaks == sorted(peaks)
 
 
+def test_the_profile_s_keys_reach_the_plan() -> None:
+    keys = [
+        "optimizer.master=split",
+        "memory.residency=resident",
+        "schedule.suffix_kept_layers=3",
+        "model.freeze_vision=true",
+    ]
+    job = build_plan(load_profile("qwen25vl7b", keys)).memory_inputs
+    assert (job.master, job.resident, job.suffix_kept_layers, job.freeze_vision) == ("split", True, 3, True)
+
+
 def test_groups_in_flight_beyond_the_share_count() -> None:
     plain = build_plan(load_profile("qwen25vl3b")).memory_inputs
     more = build_plan(load_profile("qwen25vl3b", ["rollout.extra_groups=4"])).memory_inputs
