@@ -43,6 +43,10 @@ def profile_memory(
         int,
         typer.Option("--samples", min=0, metavar="N", help="Open N prompts of the data; plan for the longest too."),
     ] = 0,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run a step at the profile's limits here; show it beside the plan.")
+    ] = False,
+    run_dir: options.RunDirOption = None,
     weights: Annotated[bool, typer.Option("--weights", help="Show how both engines share the weights.")] = False,
 ) -> None:
     """Print the memory plan of one rank: every object at every moment of a step.
@@ -55,7 +59,7 @@ def profile_memory(
 
     set_json_mode(as_json)
     measures = _ablations(ablate or [])
-    job, plan, _machine = options.load(profile, set_)
+    job, plan, machine = options.load(profile, set_)
     if weights:
         _print_weights(plan, VALUE_BYTES[job.model.dtype], as_json=as_json)
         return
@@ -70,6 +74,9 @@ def profile_memory(
     summary["advice"] = None if advice is None else advice.to_dict()
     if plot is not None:
         _draw(plan, measures, plot)
+    if measure:
+        options.require_fit(plan, machine)
+        summary["measured"] = _measured(job, plan, summary, run_dir, as_json=as_json)
     if as_json:
         print_json(summary)
     else:
@@ -93,6 +100,27 @@ def _ablations(names: list[str]) -> tuple[Ablation, ...]:
                 f"no such measure to leave out: `{name}`", hint=f"measures are {', '.join(f'`{n}`' for n in known)}"
             )
     return tuple(dict.fromkeys(known[name] for name in names))
+
+
+def _measured(
+    job: Profile, plan: Plan, summary: dict[str, Any], run_dir: Path | None, *, as_json: bool
+) -> list[dict[str, Any]]:
+    """What a step held on this machine beside the plan, by phase. Without `as_json` also as a table.
+
+    Raises:
+        RollplexError: what the step ended with.
+    """
+    from rollplex_cli.cli.measure import measure
+    from rollplex_cli.report.memory.compare import compare, comparison_json, comparison_table
+
+    rows = compare(summary, measure(job, plan, run_dir, plain=as_json))
+    if not as_json:
+        console = stdout_console()
+        console.print(comparison_table(rows))
+        if plan.device == "cpu":
+            console.print("On a CPU only regions and boundaries are measured: PyTorch's memory is the process's.")
+        console.print()
+    return comparison_json(rows)
 
 
 def _with_and_without_early_groups(plan: Plan) -> dict[str, int]:

@@ -44,10 +44,9 @@ def resume(run: RunFolder, *overrides: str) -> subprocess.CompletedProcess[str]:
 def test_regions_hold_what_the_lifetime_table_says(trained: RunFolder) -> None:
     phases = measured_phases(trained)
     names = {phase: set(seen["objects"]) - {"reference_boundary", "actor_boundary"} for phase, seen in phases.items()}
-    chunks = {"optimizer_chunks"}
     assert names["GENERATE"] == {"snapshot", "rollout_kv", "reference_weights"}
     assert names["LEARN"] == {"snapshot", "reference_weights", "gradients"}
-    assert names["UPDATE"] - chunks == {"snapshot", "gradients"}
+    assert names["UPDATE"] == {"snapshot", "gradients"}
     assert names["PUBLISH"] == {"snapshot"}
     ends = [row for row in memory_rows(trained) if row["phase"] == "PUBLISH"]
     assert [row["step"] for row in ends] == list(range(1, STEPS + 1))
