@@ -15,6 +15,7 @@ Prints what it does, a table, and one line of JSON last. Exit code 0 when everyt
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
@@ -76,7 +80,7 @@ def overrides(arguments: argparse.Namespace, kv_tokens: int) -> list[str]:
         f"rollout.kv_tokens={kv_tokens}",
     ]
     if arguments.device == "cpu":
-        return [*common, "algorithm.prompts_per_step=4", *arguments.sets]
+        return [*common, "algorithm.prompts_per_step=4", "schedule.early_groups=false", *arguments.sets]
     sizes = ["algorithm.prompts_per_step=8", "data.max_prompt_tokens=4096", "rollout.max_new_tokens=512"]
     # 12 bytes of optimizer state for each of 8.3 billion parameters do not fit the host comfortably.
     split = ["optimizer.master=split"] if arguments.model == "qwen25vl7b" else []
@@ -89,8 +93,8 @@ def base_profile(arguments: argparse.Namespace) -> str:
 
 
 def budget_gib(arguments: argparse.Namespace) -> float:
-    """80 GB; on the CPU, where the plan counts the process's memory too, whatever the tiny job needs."""
-    return 1.0 if arguments.device == "cpu" else BUDGET_BYTES / GIB
+    """80 GB; on the CPU what the tiny job's regions hold at once, and a little more."""
+    return 0.0694 if arguments.device == "cpu" else BUDGET_BYTES / GIB
 
 
 def rollplex(arguments: argparse.Namespace, *command: str) -> subprocess.CompletedProcess[str]:
@@ -142,22 +146,32 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def naive(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Everything resident under the same budget."""
-    if arguments.device == "cpu":
-        # The plan counts activations there and the budget at run time does not, so no budget lies between the two.
-        return {"holds": True, "skipped": "only with a GPU"}
     command = ["train", "--plain", "--run-dir", str(work / "naive"), "--max-steps", "1"]
     done = rollplex(arguments, *command, *job(arguments, "memory.residency=resident"))
-    words = [line for line in done.stderr.splitlines() if "wants" in line or "no memory" in line or "fit" in line]
-    print("  " + "\n  ".join(words[-3:] or done.stderr.splitlines()[-3:]))
+    print("  " + "\n  ".join(done.stderr.splitlines()[:6]))
     clean = done.returncode == 3 and "Traceback" not in done.stderr + done.stdout
-    return {"holds": clean, "exit_code": done.returncode, "message": words[-1] if words else done.stderr[-500:]}
+    # The plan refuses the job; a rank that is started all the same has to come to the same end.
+    rank = part(arguments, "naive")
+    words = (rank.stdout.strip().splitlines() or [""])[-1]
+    print(f"  a rank by itself: exit code {rank.returncode}: {words}")
+    if rank.returncode != 3:
+        print(rank.stderr[-3000:])
+    return {
+        "holds": clean and rank.returncode == 3, "exit_code": done.returncode, "message": done.stderr[:1500],
+        "rank_exit_code": rank.returncode, "rank_message": words,
+    }  # fmt: skip
+
+
+def part(arguments: argparse.Namespace, name: str) -> subprocess.CompletedProcess[str]:
+    """A part of this script in a process of its own."""
+    command = [sys.executable, __file__, "--part", name, "--model", arguments.model, "--device", arguments.device]
+    command += [item for key in arguments.sets for item in ("--set", key)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=arguments.timeout, check=False)
 
 
 def swap(arguments: argparse.Namespace, _work: Path) -> dict[str, Any]:
     """Decode before and after the pool was away; in a process of its own."""
-    command = [sys.executable, __file__, "--part", "swap", "--model", arguments.model, "--device", arguments.device]
-    command += [part for key in arguments.sets for part in ("--set", key)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=arguments.timeout, check=False)
+    done = part(arguments, "swap")
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         print(done.stdout[-2000:], done.stderr[-4000:])
@@ -174,8 +188,9 @@ def swap(arguments: argparse.Namespace, _work: Path) -> dict[str, Any]:
     return {**result, "holds": fast and equal and (arguments.device == "cpu" or result["graphs"] > 0)}
 
 
-def swap_part(arguments: argparse.Namespace) -> None:
-    """One rank with its engines; prints one line of JSON."""
+@contextlib.contextmanager
+def one_rank(arguments: argparse.Namespace, kv_tokens: int, *keys: str) -> Iterator[Any]:
+    """The job's only rank with its engines, in this process, in a run folder of its own."""
     from rollplex_cli.core.files import write_atomic
     from rollplex_cli.core.log import setup_logging
     from rollplex_cli.profile.dump import resolved_yaml
@@ -183,17 +198,37 @@ def swap_part(arguments: argparse.Namespace) -> None:
     from rollplex_cli.runtime.assembly.build import open_control, open_rank
     from rollplex_cli.runtime.prepare import prepare
 
-    keys = [*overrides(arguments, SWAP_KV_TOKENS[arguments.model]), "memory.budget_gib=null"]
     with tempfile.TemporaryDirectory() as folder:
         run = RunFolder(Path(folder))
         run.make()
-        write_atomic(run.profile, resolved_yaml(load_profile(base_profile(arguments), keys)))
+        overridden = [*overrides(arguments, kv_tokens), *keys]
+        write_atomic(run.profile, resolved_yaml(load_profile(base_profile(arguments), overridden)))
         prepare(run)
         setup_logging()
         with open_control(run, 0) as (control, machine), open_rank(run, control, machine) as rank:
-            result = swap_and_compare(rank)
-            moves = [row for row in read_events(run.events(0)) if row["name"] == "residency"]
-        print(json.dumps(result | swap_times(moves)), flush=True)
+            yield rank
+
+
+def swap_part(arguments: argparse.Namespace) -> None:
+    """Decode and swap; prints one line of JSON."""
+    with one_rank(arguments, SWAP_KV_TOKENS[arguments.model], "memory.budget_gib=null") as rank:
+        result = swap_and_compare(rank)
+        moves = [row for row in read_events(rank.run.events(0)) if row["name"] == "residency"]
+    print(json.dumps(result | swap_times(moves)), flush=True)
+
+
+def naive_part(arguments: argparse.Namespace) -> int:
+    """Build a rank with everything resident; the exit code it would end with, and why."""
+    from rollplex_cli.core.errors import RollplexError
+
+    budget = f"memory.budget_gib={budget_gib(arguments)}"
+    try:
+        with one_rank(arguments, KV_TOKENS[arguments.model], budget, "memory.residency=resident"):
+            print("everything fits", flush=True)
+            return 0
+    except RollplexError as error:
+        print(error.message, flush=True)
+        return error.exit_code
 
 
 def swap_and_compare(rank: Any) -> dict[str, Any]:
@@ -285,18 +320,23 @@ def main() -> int:
     if arguments.part == "swap":
         swap_part(arguments)
         return 0
+    if arguments.part == "naive":
+        code = naive_part(arguments)
+        sys.stdout.flush()
+        # Lanes of a rank that was not built whole are still there.
+        os._exit(code)
     results: dict[str, Any] = {"model": arguments.model, "device": arguments.device}
     if arguments.device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader"]
         results["hardware"] = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
     parts = {"measure": measure, "naive": naive, "swap": swap}
     with tempfile.TemporaryDirectory() as work:
-        for name, part in parts.items():
+        for name, check in parts.items():
             if arguments.only and name not in arguments.only:
                 continue
             print(f"== {name}", flush=True)
             try:
-                results[name] = part(arguments, Path(work))
+                results[name] = check(arguments, Path(work))
             except subprocess.TimeoutExpired:
                 results[name] = {"holds": False, "error": f"took more than {arguments.timeout:.0f} s"}
             print(f"  {'HOLDS' if results[name]['holds'] else 'DOES NOT HOLD'}", flush=True)
@@ -304,7 +344,7 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     print(text)
-    return 0 if all(part["holds"] for part in results.values() if isinstance(part, dict)) else 1
+    return 0 if all(found["holds"] for found in results.values() if isinstance(found, dict)) else 1
 
 
 if __name__ == "__main__":
