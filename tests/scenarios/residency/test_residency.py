@@ -61,7 +61,7 @@ def test_nothing_grows(trained: RunFolder) -> None:
 
 def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) -> None:
     before, stored = sorted(path.name for path in trained.checkpoints_dir.iterdir()), trained.profile.read_text()
-    job = load_profile(trained.profile, ["memory.budget_gib=0.006"])
+    job = load_profile(trained.profile, ["memory.budget_gib=0.009"])
     trained.profile.write_text(resolved_yaml(job))
     # The rank itself, because a plan may refuse the job before any rank starts.
     worker = [sys.executable, "-m", "rollplex_cli.runtime.worker", str(trained.root)]
