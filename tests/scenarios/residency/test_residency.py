@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from scenarios.support import prepare_run, rollplex, sets, small
 
+from rollplex_cli.core.events import read_events
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import read_status
 from rollplex_cli.profile.dump import resolved_yaml
@@ -61,7 +62,7 @@ def test_nothing_grows(trained: RunFolder) -> None:
 
 def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) -> None:
     before, stored = sorted(path.name for path in trained.checkpoints_dir.iterdir()), trained.profile.read_text()
-    job = load_profile(trained.profile, ["memory.budget_gib=0.006"])
+    job = load_profile(trained.profile, ["memory.budget_gib=0.009"])
     trained.profile.write_text(resolved_yaml(job))
     # The rank itself, because a plan may refuse the job before any rank starts.
     worker = [sys.executable, "-m", "rollplex_cli.runtime.worker", str(trained.root)]
@@ -97,3 +98,19 @@ def test_use_outside_of_a_lifetime_is_refused_or_named(prepared: RunFolder, tmp_
     assert done.returncode == -signal.SIGSEGV
     assert "SURVIVED" not in done.stdout
     assert "is in region `gradients`, unmapped after `update` (step 1, phase UPDATE)" in done.stderr
+
+
+def test_rows_of_other_ranks_go_after_decode_and_come_back_right(prepared: RunFolder, tmp_path: Path) -> None:
+    """Train TP 2 over rollout TP 1: each rank holds all weights for decode and needs half of most to train. Every
+    publish compares all weights of all ranks, byte by byte."""
+    run = RunFolder(tmp_path / "run")
+    keys = ("topology.ranks_per_node=2", "topology.train_tp=2", "guards.check_publish=true", "runtime.max_steps=2")
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}")
+    done = rollplex("train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *sets(small(*base, *keys)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    for rank in (0, 1):
+        moves = [row for row in read_events(run.events(rank)) if row["name"] == "residency"]
+        rows = [row for row in moves if row["regions"] == ["snapshot (holes)"]]
+        assert [(row["step"], row["mapped"]) for row in rows] == [(1, False), (1, True), (2, False), (2, True)]
+        whole = next(row["num_bytes"] for row in moves if row["regions"] == ["snapshot"])
+        assert whole / 4 < rows[0]["num_bytes"] < whole / 2
