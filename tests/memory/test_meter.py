@@ -8,7 +8,7 @@ import torch
 
 from rollplex_cli.core.units import MIB
 from rollplex_cli.memory.manager import MemoryManager
-from rollplex_cli.memory.meter import CONTEXT, PYTORCH, PhaseMeter, heap_bytes, rss_bytes
+from rollplex_cli.memory.meter import CONTEXT, PYTORCH, PhaseMeter, heap_bytes, rss_bytes, trim_heap
 
 
 def test_a_phase_has_the_peak_of_its_intervals_and_the_next_begins_with_what_is_left(driver: Any) -> None:
@@ -53,3 +53,14 @@ def test_the_heap_and_the_process_are_counted() -> None:
     assert rss_bytes() - resident >= 24 * MIB
     del kept
     assert heap_bytes() - before < 8 * MIB
+
+
+def test_what_the_heap_has_free_goes_back() -> None:
+    """Blocks under the size that glibc maps singly, with every 50th kept: holes that it would keep."""
+    blocks = [torch.ones(20_000) for _ in range(1_500)]
+    kept = blocks[::50] + blocks[-1:]
+    del blocks
+    before = rss_bytes()
+    trim_heap()
+    assert rss_bytes() < before - 40 * MIB
+    assert all(float(block[0]) == 1.0 for block in kept)

@@ -150,6 +150,17 @@ def heap_bytes() -> int:
     return int(info.uordblks) + int(info.hblkhd)
 
 
+def trim_heap() -> None:
+    """Give what the C heap has free back to the system; elsewhere than on glibc nothing happens.
+
+    glibc reuses few of the aligned blocks that PyTorch frees: measured on the CPU, the tiny job grew by 5 MiB a step
+    without end (glibc 2.36), nearly all of it free and given back by this.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def rss_bytes() -> int:
     """Resident size of this process."""
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()

@@ -1,7 +1,7 @@
 """`draw.draw` in one pass over the log-probabilities, for the GPU.
 
-In PyTorch the noise of a batch of 64 is about thirty passes over [64, vocabulary], a tenth of a 7B decode step. The
-same hash and the same noise, but for rounding. Import only where there is Triton.
+In PyTorch the noise of a batch of 64 is about thirty passes over [64, vocabulary] in each step. The same hash and the
+same noise, but for rounding. Import only where there is Triton.
 """
 
 from __future__ import annotations
