@@ -10,7 +10,10 @@ from rollplex_cli.core import resources
 def test_everything_shipped_is_found_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert {"tiny", "tiny-2rank", "qwen25vl7b", "qwen25vl32b"} <= set(resources.shipped_profiles())
-    assert {"tiny", "qwen25vl3b", "qwen25vl7b", "qwen25vl32b", "qwen25vl72b"} == set(resources.model_config_names())
+    assert set(resources.model_config_names()) == {
+        *("tiny", "tiny-qwen2vl", "tiny-qwen3vl"),
+        *("qwen2vl7b", "qwen25vl3b", "qwen25vl7b", "qwen25vl32b", "qwen25vl72b", "qwen3vl4b", "qwen3vl8b"),
+    }
     assert resources.shipped_folder("jobs").is_dir()
 
 

@@ -6,18 +6,23 @@ import pytest
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.inputs import MediaTokens
+from rollplex_cli.plan.families import FAMILIES
 
 
-def test_defaults_are_those_of_transformers() -> None:
-    from transformers import Qwen2_5_VLConfig
+@pytest.mark.parametrize("family", FAMILIES)
+def test_defaults_are_those_of_transformers(family: str) -> None:
+    import transformers
 
-    full = Qwen2_5_VLConfig().to_dict()
-    assert MediaTokens.from_config({"vision_config": {}}) == MediaTokens.from_config(full)
+    full = getattr(transformers, FAMILIES[family].config_class)().to_dict()
+    tokens = MediaTokens.from_config({"model_type": family, "vision_config": {}})
+    assert tokens == MediaTokens.from_config(full)
+    assert (tokens.tokens_per_second is None) == (family != "qwen2_5_vl")
 
 
 def test_values_of_the_file_win() -> None:
     tokens = MediaTokens.from_config(
         {
+            "model_type": "qwen2_5_vl",
             "image_token_id": 1,
             "video_token_id": 2,
             "vision_start_token_id": 3,
@@ -33,4 +38,6 @@ def test_other_models_are_refused() -> None:
     with pytest.raises(UsageError, match="no vision configuration: llama"):
         MediaTokens.from_config({"model_type": "llama"})
     with pytest.raises(UsageError, match="`tokens_per_second` is not a number: 'two'"):
-        MediaTokens.from_config({"vision_config": {"tokens_per_second": "two"}})
+        MediaTokens.from_config({"model_type": "qwen2_5_vl", "vision_config": {"tokens_per_second": "two"}})
+    with pytest.raises(UsageError, match="expected `model_type` to be .*: `llava`"):
+        MediaTokens.from_config({"model_type": "llava", "vision_config": {}})

@@ -19,6 +19,9 @@ from rollplex_cli.plan.model import load_shape, shape_from_config
         ("qwen25vl7b", 8_292_166_656),
         ("qwen25vl32b", 33_452_718_336),
         ("qwen25vl72b", 73_410_777_344),
+        ("qwen2vl7b", 8_291_375_616),
+        ("qwen3vl4b", 4_437_815_808),
+        ("qwen3vl8b", 8_767_123_696),
     ],
 )
 def test_parameter_counts(name: str, count: int) -> None:
@@ -33,11 +36,11 @@ def test_counts_equal_those_of_the_real_model(name: str) -> None:
     from rollplex_cli.data.compat import ensure_torchvision
 
     ensure_torchvision()
-    from transformers import AutoConfig, Qwen2_5_VLForConditionalGeneration
+    import transformers
 
-    config = AutoConfig.from_pretrained(model_config_folder(name))
+    config = transformers.AutoConfig.from_pretrained(model_config_folder(name))
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(config)
+        model = getattr(transformers, load_shape(name).family.model_class)(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == load_shape(name).num_parameters
 
 
@@ -59,6 +62,17 @@ def test_shards_of_one_rank_are_the_padded_whole_and_halves_add_up_but_for_repli
     assert 2 * shape.shard_parameters(2) == shape.shard_parameters(1) + replicated
 
 
+def test_what_a_configuration_leaves_out_is_the_default_of_its_family(tmp_path: Path) -> None:
+    """As transformers writes one: a vision tower of the default sizes is empty, and so is the width of a head."""
+    for name in ("qwen2vl7b", "qwen3vl8b"):
+        folder = model_config_folder(name)
+        assert folder is not None
+        values = json.loads((folder / "config.json").read_text())
+        values["vision_config"], values["text_config"] = {}, dict(values["text_config"])
+        values["text_config"].pop("head_dim", None)
+        assert shape_from_config(name, values, "config.json") == load_shape(name)
+
+
 def test_more_ranks_than_key_value_heads_share_heads() -> None:
     shape = load_shape("qwen25vl7b")
     # 28 layers x (key, value) x one head x 128 x bfloat16
@@ -78,7 +92,8 @@ def test_unknown_configuration_lists_the_bundled_ones() -> None:
     [
         ("{", "cannot read the model configuration"),
         ("[]", "expected a JSON object"),
-        ('{"model_type": "llama"}', "expected `model_type` to be `qwen2_5_vl` in .*: `llama`"),
+        ('{"model_type": "llama"}', "expected `model_type` to be `qwen2_vl`.* in .*: `llama`"),
+        ('{"model_type": "qwen3_vl_moe"}', "expected `model_type` to be .*: `qwen3_vl_moe`"),
         ('{"model_type": "qwen2_5_vl"}', "missing from .*: `hidden_size`"),
     ],
 )

@@ -30,7 +30,7 @@ def tokens_of(grids: list[Grid], texts: list[int], merge: int = 2) -> list[int]:
     return ids + [1] * texts[-1]
 
 
-def positions(ids: list[int], grids: list[Grid], tokens_per_second: float = 2, merge: int = 2) -> MropePositions:
+def positions(ids: list[int], grids: list[Grid], tokens_per_second: float | None = 2, merge: int = 2) -> MropePositions:
     return mrope_positions(
         ids,
         grids,
@@ -185,6 +185,27 @@ def test_sglang_computes_the_same(grids: list[Grid]) -> None:
         second_per_grid_ts=torch.tensor([g.seconds_per_grid for g in videos]) if videos else None,
     )
     ours = positions(ids, grids)
+    assert torch.equal(ours.position_ids, theirs[:, 0])
+    assert ours.rope_delta == int(delta)
+
+
+@pytest.mark.parametrize(
+    "grids", [[Grid("video", (5, 4, 6), 3.0)], [Grid("image", (1, 6, 4)), Grid("video", (9, 2, 2))]]
+)
+def test_without_a_rate_temporal_steps_are_counted(grids: list[Grid]) -> None:
+    ids = tokens_of(grids, [*[3, 1, 2, 4][: len(grids)], 5])
+    images = [g.grid_thw for g in grids if g.kind == "image"]
+    theirs, delta = load_sglang_rope_index()(
+        spatial_merge_size=2,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=START,
+        model_type="qwen2_vl",
+        input_ids=torch.tensor([ids]),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([g.grid_thw for g in grids if g.kind == "video"]),
+    )
+    ours = positions(ids, grids, tokens_per_second=None)
     assert torch.equal(ours.position_ids, theirs[:, 0])
     assert ours.rope_delta == int(delta)
 

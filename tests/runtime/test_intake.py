@@ -18,7 +18,7 @@ from rollplex_cli.runtime.groups.intake import Intake
 if TYPE_CHECKING:
     from rollplex_cli.runtime.groups.intake import Started
 
-TOKENS = MediaTokens.from_config({"vision_config": {}})
+TOKENS = MediaTokens.from_config({"model_type": "qwen2_5_vl", "vision_config": {}})
 SAMPLES = [Sample(sample_id=f"s{i}", question="q", answer="a", kind="k") for i in range(40)]
 
 

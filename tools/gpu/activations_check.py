@@ -59,7 +59,7 @@ class Check:
         import torch
 
         from rollplex_cli.engines.trainer.arena import GradientArena
-        from rollplex_cli.engines.trainer.model.parameters import model_weights
+        from rollplex_cli.engines.trainer.model.families.gather import model_weights
         from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config
 
         self.torch, self.arguments = torch, arguments

@@ -159,13 +159,14 @@ class Check:
         from rollplex_cli.engines.weights.draw import RandomReader
         from rollplex_cli.engines.weights.exchange import Exchange
         from rollplex_cli.engines.weights.load import fill_homes
+        from rollplex_cli.engines.weights.skeleton import vision_mlp_width
         from rollplex_cli.engines.weights.views import bind_views
 
         before = self.allocated()
         kinds = bind_views(self.module, self.params, self.plan).bytes_by_kind()
         duplicated = self.allocated() - before
         device = self.torch.device(self.arguments.device)
-        width = self.config.vision_config.intermediate_size
+        width = vision_mlp_width(self.config)
         fill_homes(self.plan, self.params, RandomReader(7, self.shapes, width, device).read)
         self.synchronize()
         self.engine.publish()

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
+from rollplex_cli.plan.families import family_of
 
 from . import clips
 from .tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rollplex_cli.plan.families import Family
 
 _PIXELS = {"shortest_edge": 784, "longest_edge": 12544}
 """Least and most pixels of a frame: one merged patch and the 112x112 of a clip."""
@@ -27,7 +30,7 @@ def training_sentences() -> list[str]:
 
 
 def build_checkpoint(base_dir: Path, config_json: Path, seed: int | None) -> None:
-    """Write a checkpoint that `AutoProcessor` and `Qwen2_5_VLForConditionalGeneration` load.
+    """Write a checkpoint that `AutoProcessor` and the model class of its family load.
 
     Args:
         base_dir: created if needed.
@@ -39,28 +42,29 @@ def build_checkpoint(base_dir: Path, config_json: Path, seed: int | None) -> Non
     """
     ensure_torchvision()
     tokenizer = build_tokenizer(training_sentences())
-    config = _config(config_json, tokenizer)
+    values = json.loads(config_json.read_text(encoding="utf-8"))
+    family = family_of(values, str(config_json))
+    config = _config(family, values, tokenizer)
     if len(tokenizer) > config.text_config.vocab_size:
         raise UsageError(
             f"the tokenizer of this task needs {len(tokenizer)} ids, more than the model's vocabulary of: "
             f"{config.text_config.vocab_size}"
         )
     base_dir.mkdir(parents=True, exist_ok=True)
-    _save_processors(base_dir, tokenizer, config.vision_config)
+    _save_processors(base_dir, family, tokenizer, config.vision_config)
     if seed is None:
-        config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+        config.architectures = [family.model_class]
         config.save_pretrained(base_dir)
     else:
-        _save_weights(base_dir, config, tokenizer, seed)
+        _save_weights(base_dir, family, config, tokenizer, seed)
 
 
-def _config(config_json: Path, tokenizer: Any) -> Any:
-    from transformers import Qwen2_5_VLConfig
+def _config(family: Family, values: dict[str, Any], tokenizer: Any) -> Any:
+    import transformers
 
-    values = json.loads(config_json.read_text(encoding="utf-8"))
     names = ("image_pad", "video_pad", "vision_start", "vision_end")
     image, video, start, end = (tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in names)
-    values |= {"image_token_id": image, "video_token_id": video}
+    values = values | {"image_token_id": image, "video_token_id": video}
     values |= {"vision_start_token_id": start, "vision_end_token_id": end}
     ends = {
         "bos_token_id": tokenizer.pad_token_id,
@@ -68,12 +72,14 @@ def _config(config_json: Path, tokenizer: Any) -> Any:
         "pad_token_id": tokenizer.pad_token_id,
     }
     values["text_config"] = values["text_config"] | ends
-    return Qwen2_5_VLConfig(**(values | ends))
+    return getattr(transformers, family.config_class)(**(values | ends))
 
 
-def _save_processors(base_dir: Path, tokenizer: Any, vision: Any) -> None:
-    from transformers import Qwen2_5_VLProcessor, Qwen2VLImageProcessor
+def _save_processors(base_dir: Path, family: Family, tokenizer: Any, vision: Any) -> None:
+    import transformers
+    from transformers import Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+    from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
     sizes = {
         "patch_size": vision.patch_size,
@@ -81,8 +87,9 @@ def _save_processors(base_dir: Path, tokenizer: Any, vision: Any) -> None:
         "merge_size": vision.spatial_merge_size,
     }
     image = Qwen2VLImageProcessor(size=dict(_PIXELS), **sizes)
-    video = Qwen2VLVideoProcessor(size=dict(_PIXELS), **sizes)
-    processor = Qwen2_5_VLProcessor(
+    video_class = Qwen3VLVideoProcessor if family.video_time == "text" else Qwen2VLVideoProcessor
+    video = video_class(size=dict(_PIXELS), **sizes)
+    processor = getattr(transformers, family.processor_class)(
         image_processor=image, video_processor=video, tokenizer=tokenizer, chat_template=CHAT_TEMPLATE
     )
     processor.save_pretrained(base_dir)
@@ -91,14 +98,14 @@ def _save_processors(base_dir: Path, tokenizer: Any, vision: Any) -> None:
     video.save_pretrained(base_dir)
 
 
-def _save_weights(base_dir: Path, config: Any, tokenizer: Any, seed: int) -> None:
+def _save_weights(base_dir: Path, family: Family, config: Any, tokenizer: Any, seed: int) -> None:
     import torch
-    from transformers import GenerationConfig, Qwen2_5_VLForConditionalGeneration
+    import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(
+        model = getattr(transformers, family.model_class)(config)
+    model.generation_config = transformers.GenerationConfig(
         bos_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
     model.save_pretrained(base_dir)

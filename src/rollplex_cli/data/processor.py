@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import threading
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,7 @@ from rollplex_cli.core.errors import DataError, LongPromptError, UsageError
 from rollplex_cli.data.compat import ensure_torchvision
 from rollplex_cli.data.types import Media, Prompt
 from rollplex_cli.data.video import TEMPORAL_PATCH, read_video
+from rollplex_cli.plan.families import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,9 +21,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rollplex_cli.data.types import MediaRef, Sample
+    from rollplex_cli.plan.families import VideoTime
     from rollplex_cli.profile.schema import DataProfile
 
 _PLACEHOLDER = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
+_FRAMED_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+"""What a chat template writes for a video."""
 
 
 class PromptBuilder:
@@ -40,6 +45,7 @@ class PromptBuilder:
         if profile.max_frames < TEMPORAL_PATCH:
             raise UsageError(f"`data.max_frames` must be at least {TEMPORAL_PATCH}: {profile.max_frames}")
         self._profile = profile
+        self._time_in_text = _video_time(processor_dir) == "text"
         processor = _load(processor_dir)
         self._tokenizer: Any = processor.tokenizer
         self._image: Any = processor.image_processor
@@ -78,10 +84,12 @@ class PromptBuilder:
         """
         self._check_text(sample)
         try:
-            media = tuple(self._media(reference) for reference in sample.media)
+            shown = [self._media(reference) for reference in sample.media]
         except DataError as error:
             raise DataError(f"sample `{sample.sample_id}`: {error.message}", hint=error.hint) from None
-        token_ids = self._expand(self._template_ids(sample), media)
+        media = tuple(medium for media, _ in shown for medium in media)
+        stamps = [stamp for (first, *_), stamp in shown if first.kind == "video"]
+        token_ids = self._expand(self._template_ids(sample, stamps), media)
         limit = self._profile.max_prompt_tokens
         if len(token_ids) > limit:
             raise LongPromptError(
@@ -114,12 +122,16 @@ class PromptBuilder:
                         hint="media belong in the sample's `media`, not in its text",
                     )
 
-    def _template_ids(self, sample: Sample) -> list[int]:
+    def _template_ids(self, sample: Sample, stamps: list[tuple[float, ...]]) -> list[int]:
+        """Ids with one placeholder per medium; `stamps` has the seconds of each video's temporal steps, in order."""
         messages = [{"role": turn.role, "content": [_part(part) for part in turn.content]} for turn in sample.turns()]
         with self._lock:
-            ids = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=True, add_generation_prompt=True, return_dict=False
+            text = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False, add_generation_prompt=True
             )
+            if self._time_in_text:
+                text = _stamped(text, stamps)
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return [int(i) for i in ids]
 
     def _expand(self, ids: list[int], media: tuple[Media, ...]) -> list[int]:
@@ -142,10 +154,15 @@ class PromptBuilder:
         assert next(rest, None) is None, "chat template dropped a medium"
         return expanded
 
-    def _media(self, reference: MediaRef) -> Media:
-        return self._read_video(reference.path) if reference.kind == "video" else self._read_image(reference.path)
+    def _media(self, reference: MediaRef) -> tuple[tuple[Media, ...], tuple[float, ...]]:
+        """What a file becomes, and when its temporal steps are: one medium, or one per step where the text between
+        them tells the time."""
+        if reference.kind == "image":
+            return (self._read_image(reference.path),), ()
+        medium, seconds = self._read_video(reference.path)
+        return (_steps(medium) if self._time_in_text else (medium,)), seconds
 
-    def _read_video(self, path: Path) -> Media:
+    def _read_video(self, path: Path) -> tuple[Media, tuple[float, ...]]:
         profile = self._profile
         clip = read_video(
             path, fps=profile.fps, max_frames=profile.max_frames, min_frames=profile.min_frames,
@@ -157,7 +174,10 @@ class PromptBuilder:
             lambda: self._video(videos=[frames], do_sample_frames=False, size=size, return_tensors="pt"), path
         )
         seconds = TEMPORAL_PATCH / clip.sampled_fps
-        return _medium("video", output["pixel_values_videos"], output["video_grid_thw"], seconds)
+        # A step is as late as the middle of its first and last frame.
+        firsts, lasts = clip.timestamps[::TEMPORAL_PATCH], clip.timestamps[TEMPORAL_PATCH - 1 :: TEMPORAL_PATCH]
+        middles = tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
+        return _medium("video", output["pixel_values_videos"], output["video_grid_thw"], seconds), middles
 
     def _read_image(self, path: Path) -> Media:
         pixels = _channels_first(_load_image(path))
@@ -171,8 +191,36 @@ class PromptBuilder:
         if num_frames and profile.total_pixels is not None:
             share = profile.total_pixels * TEMPORAL_PATCH // num_frames
             most = min(most, max(share, int(profile.min_pixels * 1.05)))
-        # The processors call the least and most number of pixels "edges".
-        return {"shortest_edge": profile.min_pixels, "longest_edge": most}
+        # The processors call the least and most number of pixels "edges"; that of Qwen3-VL counts those of all frames.
+        frames = num_frames if num_frames and self._time_in_text else 1
+        return {"shortest_edge": profile.min_pixels * frames, "longest_edge": most * frames}
+
+
+def _stamped(text: str, stamps: list[tuple[float, ...]]) -> str:
+    """`text` with each video's placeholder replaced by one per temporal step behind its time, as Qwen3-VL was trained
+    with and as its first processors did it (newer ones leave the outer marks in place)."""
+    first, *rest = text.split(_FRAMED_VIDEO)
+    assert len(rest) == len(stamps), "chat template changed the number of videos"
+    videos = ("".join(f"<{seconds:.1f} seconds>{_FRAMED_VIDEO}" for seconds in video) for video in stamps)
+    return first + "".join(video + after for video, after in zip(videos, rest, strict=True))
+
+
+def _steps(video: Media) -> tuple[Media, ...]:
+    """The temporal steps of a video as media of their own."""
+    _, rows, columns = video.grid_thw
+    grid = [[1, rows, columns]]
+    return tuple(_medium("video", patches, grid, 0.0) for patches in video.patches.split(rows * columns))
+
+
+def _video_time(folder: Path) -> VideoTime | None:
+    """How the model of a checkpoint folder learns the time; None where the folder is of no known family."""
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise UsageError(f"cannot read the model configuration `{path}`: {error}") from error
+    family = FAMILIES.get(str(config.get("model_type")))
+    return None if family is None else family.video_time
 
 
 def _part(part: str | MediaRef) -> dict[str, str]:

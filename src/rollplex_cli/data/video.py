@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TEMPORAL_PATCH = 2
-"""Frames per temporal patch of Qwen2.5-VL: the number of sampled frames is a multiple of it."""
+"""Frames per temporal patch of Qwen's models: the number of sampled frames is a multiple of it."""
 
 FrameRule = Literal["processor", "qwen_vl_utils"]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
+from rollplex_cli.plan.families import family_of
 from rollplex_cli.rl.positions import mrope_positions
 
 if TYPE_CHECKING:
@@ -19,8 +20,9 @@ if TYPE_CHECKING:
     from rollplex_cli.data.types import Prompt
 
 _TOP_LEVEL = {"image_token_id": 151655, "video_token_id": 151656, "vision_start_token_id": 151652}
-_VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2, "patch_size": 14, "tokens_per_second": 4}
-"""Defaults of `transformers.Qwen2_5_VLConfig`, which leaves a value equal to its default out of config.json."""
+_VISION = {"spatial_merge_size": 2, "temporal_patch_size": 2}
+_TOKENS_PER_SECOND = 4
+"""Defaults of the configurations of transformers, which leave a value equal to its default out of config.json."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,12 +38,12 @@ class MediaTokens:
     """Frames per temporal grid step."""
     patch_size: int
     """Pixels per patch along rows and columns."""
-    tokens_per_second: float
-    """Temporal positions per second of video."""
+    tokens_per_second: float | None
+    """Temporal positions per second of video; None for one position per temporal step, however long it is."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> MediaTokens:
-        """Read a Hugging Face config.json of a Qwen2.5-VL model.
+        """Read the Hugging Face config.json of a model of a known family.
 
         Raises:
             UsageError: for a model of another kind, or a value that is not a number.
@@ -49,13 +51,17 @@ class MediaTokens:
         vision = config.get("vision_config")
         if not isinstance(vision, dict):
             raise UsageError(f"model has no vision configuration: {config.get('model_type')}")
+        family = family_of(config)
         values = {key: config.get(key, default) for key, default in _TOP_LEVEL.items()}
         values |= {key: vision.get(key, default) for key, default in _VISION.items()}
+        values["patch_size"] = vision.get("patch_size", family.patch_size)
+        if family.video_time == "seconds":
+            values["tokens_per_second"] = vision.get("tokens_per_second", _TOKENS_PER_SECOND)
         values["merge_size"] = values.pop("spatial_merge_size")
         for key, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"model configuration: `{key}` is not a number: {value!r}")
-        return cls(**values)
+        return cls(**{"tokens_per_second": None, **values})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

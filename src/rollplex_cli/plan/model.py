@@ -1,4 +1,4 @@
-"""The shape of a Qwen2.5-VL model from its `config.json`: parameter counts, and bytes per token of its caches."""
+"""The shape of a model from its `config.json`: parameter counts, and bytes per token of its caches."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.resources import model_config_folder, model_config_names
+from rollplex_cli.plan.families import family_of
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rollplex_cli.plan.families import Family
 
 Split = Literal["rows", "kv_rows", "columns", "replicated"]
 """How tensor parallelism cuts a parameter: by output rows (vocabulary rows included), by key/value heads (rows,
 but never below one head), by input columns, or not at all."""
 
-VISION_PAD = 8
-"""The rollout engine pads the vision MLP's width to a multiple of this, at every degree."""
 VOCAB_PAD = 64
 """It pads the vocabulary to a multiple of this before it cuts it."""
 
@@ -39,10 +40,13 @@ class ModelShape:
     """Sizes that memory and topology depend on."""
 
     name: str
+    family: Family
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
+    head_dim: int
+    """Width of one attention head of the language model."""
     intermediate_size: int
     vocab_size: int
     tied_embeddings: bool
@@ -54,16 +58,15 @@ class ModelShape:
     patch_size: int
     merge_size: int
     temporal_patch_size: int
-
-    @property
-    def head_dim(self) -> int:
-        """Width of one attention head of the language model."""
-        return self.hidden_size // self.num_heads
+    table_cells: int
+    """Learned positions of the vision tower."""
+    num_deepstack: int
+    """Projectors beside the one behind the last block."""
 
     @property
     def vision_width(self) -> int:
         """Width of the vision MLP with its pad."""
-        return -(-self.vision_intermediate_size // VISION_PAD) * VISION_PAD
+        return -(-self.vision_intermediate_size // self.family.vision_pad) * self.family.vision_pad
 
     @property
     def patch_elements(self) -> int:
@@ -73,12 +76,14 @@ class ModelShape:
     @property
     def num_parameters(self) -> int:
         """Trainable elements, without pad and with tied embeddings counted once."""
-        return sum(group.count for group in self.groups(pad=1))
+        return sum(group.count for group in self.groups(padded=False))
 
-    def groups(self, pad: int = VISION_PAD) -> list[ParameterGroup]:
-        """Every parameter, by role. The vision MLP's width is rounded up to a multiple of `pad`, and the vocabulary to
-        one of `VOCAB_PAD` unless `pad` is 1."""
-        return [*self._text_groups(1 if pad == 1 else VOCAB_PAD), *self._vision_groups(pad)]
+    def groups(self, *, padded: bool = True) -> list[ParameterGroup]:
+        """Every parameter, by role. `padded` rounds the vision MLP's width and the vocabulary up as the rollout engine
+        does at every degree."""
+        width = self.vision_width if padded else self.vision_intermediate_size
+        vision = self._gated_vision_groups if self.family.gated_vision else self._plain_vision_groups
+        return [*self._text_groups(VOCAB_PAD if padded else 1), *vision(width)]
 
     def shard_parameters(self, degree: int) -> int:
         """Elements that one rank of a tensor-parallel group holds, pad included."""
@@ -92,23 +97,25 @@ class ModelShape:
 
     def _text_groups(self, pad: int) -> list[ParameterGroup]:
         rows = -(-self.vocab_size // pad) * pad
-        h, kv = self.hidden_size, self.num_kv_heads * self.head_dim
-        layers = self.num_layers
+        h, q, kv = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layers, bias = self.num_layers, not self.family.head_norms
+        head_norms = 2 * self.head_dim if self.family.head_norms else 0
         head = [] if self.tied_embeddings else [_rows("lm_head", rows * h)]
         return [
             _rows("embed_tokens", rows * h),
             *head,
-            _rows("attention.q", layers * (h * h + h), layers),
-            ParameterGroup(name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + kv), matrices=2 * layers),
-            _columns("attention.o", layers * h * h),
+            _rows("attention.q", layers * (h * q + bias * q), layers),
+            ParameterGroup(
+                name="attention.kv", split="kv_rows", count=layers * 2 * (h * kv + bias * kv), matrices=2 * layers
+            ),
+            _columns("attention.o", layers * h * q),
             _rows("mlp.gate_up", layers * 2 * h * self.intermediate_size, 2 * layers),
             _columns("mlp.down", layers * h * self.intermediate_size),
-            _replicated("norms", layers * 2 * h + h),
+            _replicated("norms", layers * (2 * h + head_norms) + h),
         ]
 
-    def _vision_groups(self, pad: int) -> list[ParameterGroup]:
+    def _gated_vision_groups(self, width: int) -> list[ParameterGroup]:
         v, depth = self.vision_hidden_size, self.vision_depth
-        width = -(-self.vision_intermediate_size // pad) * pad
         merged = self.merge_size**2 * v
         return [
             _replicated("vision.patch_embed", self.patch_elements * v),
@@ -120,6 +127,26 @@ class ModelShape:
             _columns("vision.merger.2", merged * self.hidden_size),
             # Two norms, and the biases of proj and down; the merger's norm and its last bias.
             _replicated("vision.norms", depth * 4 * v + v + self.hidden_size),
+        ]
+
+    def _plain_vision_groups(self, width: int) -> list[ParameterGroup]:
+        """LayerNorm and an MLP of two layers, in place of RMS norm and a gated MLP."""
+        v, depth, extra = self.vision_hidden_size, self.vision_depth, self.num_deepstack
+        merged = self.merge_size**2 * v
+        table = [_rows("vision.positions", self.table_cells * v)] if self.table_cells else []
+        return [
+            _replicated("vision.patch_embed", self.patch_elements * v + (v if self.table_cells else 0)),
+            *table,
+            _rows("vision.qkv", depth * 3 * (v * v + v), 3 * depth),
+            _columns("vision.proj", depth * v * v),
+            _rows("vision.mlp.1", depth * (v * width + width), depth),
+            _columns("vision.mlp.2", depth * v * width),
+            _rows("vision.merger.0", (1 + extra) * (merged * merged + merged), 1 + extra),
+            _columns("vision.merger.2", (1 + extra) * merged * self.hidden_size),
+            # Two norms with biases, and the biases of proj and the MLP; the mergers' norms and last biases.
+            _replicated(
+                "vision.norms", depth * 6 * v + 2 * v + extra * 2 * merged + (1 + extra) * self.hidden_size
+            ),
         ]
 
 
@@ -135,7 +162,7 @@ def load_shape(name: str) -> ModelShape:
     """The shape of a bundled configuration or of a checkpoint folder. The planner's only file access.
 
     Raises:
-        UsageError: there is no such configuration, or it is not a Qwen2.5-VL model.
+        UsageError: there is no such configuration, or it is of no known family.
     """
     folder = model_config_folder(name)
     if folder is None:
@@ -148,31 +175,44 @@ def load_shape(name: str) -> ModelShape:
 
 def shape_from_config(name: str, config: dict[str, Any], where: str) -> ModelShape:
     """A shape from a parsed `config.json`, nested (`text_config`) or flat as published first."""
-    if config.get("model_type") != "qwen2_5_vl":
-        raise UsageError(f"expected `model_type` to be `qwen2_5_vl` in `{where}`: `{config.get('model_type')}`")
+    family = family_of(config, where)
     text = config.get("text_config") or config
     vision = config.get("vision_config") or {}
     try:
+        hidden, heads = text["hidden_size"], text["num_attention_heads"]
         return ModelShape(
             name=name,
-            hidden_size=text["hidden_size"],
+            family=family,
+            hidden_size=hidden,
             num_layers=text["num_hidden_layers"],
-            num_heads=text["num_attention_heads"],
+            num_heads=heads,
             num_kv_heads=text["num_key_value_heads"],
+            head_dim=text.get("head_dim") or family.head_dim or hidden // heads,
             intermediate_size=text["intermediate_size"],
             vocab_size=text["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-            vision_depth=vision.get("depth", 32),
-            vision_hidden_size=vision["hidden_size"],
+            vision_depth=vision.get("depth", family.vision_depth),
             vision_num_heads=vision.get("num_heads", 16),
-            vision_intermediate_size=vision.get("intermediate_size", 3420),
             vision_in_channels=vision.get("in_channels", vision.get("in_chans", 3)),
-            patch_size=vision.get("patch_size", 14),
+            patch_size=vision.get("patch_size", family.patch_size),
             merge_size=vision.get("spatial_merge_size", 2),
             temporal_patch_size=vision.get("temporal_patch_size", 2),
+            table_cells=vision.get("num_position_embeddings", family.table_cells) if family.table_cells else 0,
+            num_deepstack=len(vision.get("deepstack_visual_indexes", family.deepstack)),
+            **_vision_widths(family, vision),
         )
     except KeyError as error:
         raise UsageError(f"missing from `{where}`: `{error.args[0]}`") from error
+
+
+def _vision_widths(family: Family, vision: dict[str, Any]) -> dict[str, int]:
+    # The first of the families gives its width as `embed_dim`, because `hidden_size` is that of the language model.
+    key = "embed_dim" if family.model_type == "qwen2_vl" else "hidden_size"
+    width = vision[key] if family.vision_hidden_size is None else vision.get(key, family.vision_hidden_size)
+    if key == "embed_dim":
+        return {"vision_hidden_size": width, "vision_intermediate_size": width * vision.get("mlp_ratio", 4)}
+    mlp = vision.get("intermediate_size", family.vision_intermediate_size)
+    return {"vision_hidden_size": width, "vision_intermediate_size": mlp}
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -36,8 +36,8 @@ class ModelProfile:
     """Which model, and where its first weights come from."""
 
     config: str
-    """A bundled configuration (`tiny`, `qwen25vl3b`, `qwen25vl7b`, `qwen25vl32b`, `qwen25vl72b`) or a checkpoint
-    folder."""
+    """A bundled configuration (`tiny`, `qwen25vl3b`, `qwen25vl7b`, `qwen25vl32b`, `qwen25vl72b`; of other families
+    `tiny-qwen2vl`, `tiny-qwen3vl`, `qwen2vl7b`, `qwen3vl4b`, `qwen3vl8b`) or a checkpoint folder."""
     init: Literal["checkpoint", "random", "cold_start"] = "checkpoint"
     """`checkpoint` loads weights from the folder `config`; `random` draws them; `cold_start` draws them and
     trains them on the task's own answers first."""

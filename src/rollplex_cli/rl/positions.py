@@ -8,6 +8,9 @@ The scheme is that of Qwen2-VL (arXiv 2409.12191, section 2.1) with the absolute
   (s + floor(t * seconds_per_grid * tokens_per_second), s + y, s + x);
 - what follows a medium continues at the largest position so far, plus one.
 
+Families without absolute time (Qwen2-VL) count temporal steps instead: t in place of the floor. Those that write the
+time into the text (Qwen3-VL) have one medium per temporal step, so that t is 0 throughout.
+
 Engines differ in the second and third rule for video, so they are given these positions and compute none.
 """
 
@@ -52,14 +55,16 @@ class MropePositions(NamedTuple):
     """First and last placeholder index (inclusive) of each medium, in order."""
 
 
-def temporal_positions(num_steps: int, seconds_per_grid: float, tokens_per_second: float) -> list[int]:
-    """floor(t * seconds_per_grid * tokens_per_second) for t in 0..num_steps-1.
+def temporal_positions(num_steps: int, seconds_per_grid: float, tokens_per_second: float | None) -> list[int]:
+    """floor(t * seconds_per_grid * tokens_per_second) for t in 0..num_steps-1; t itself where there is no rate.
 
     A product within rounding of an integer is that integer: at 3 sampled frames per second 2/3 s per grid step has
     no exact float, and a plain floor of 3 * (2/3) * 2 would depend on the precision it was computed in (3 or 4).
     At 6 frames per second and 2 tokens per second (2/3 position a step) neighbouring steps share a position:
     0 0 1 2 2 3. Truncating seconds_per_grid to an integer first would give every step position 0.
     """
+    if tokens_per_second is None:
+        return list(range(num_steps))
     rate = seconds_per_grid * tokens_per_second
     return [_floor(step * rate) for step in range(num_steps)]
 
@@ -84,7 +89,7 @@ def mrope_positions(
     video_token_id: int,
     vision_start_token_id: int,
     merge_size: int,
-    tokens_per_second: float,
+    tokens_per_second: float | None,
 ) -> MropePositions:
     """Positions of a prompt whose media placeholders are already expanded.
 
@@ -92,7 +97,7 @@ def mrope_positions(
         token_ids: P ids; each medium is a run of its placeholder id behind `vision_start_token_id`.
         media: in the order of their placeholders.
         merge_size: patches per token along rows and columns.
-        tokens_per_second: temporal positions per second of video.
+        tokens_per_second: temporal positions per second of video; None counts temporal steps.
 
     Raises:
         ValueError: where placeholders and media do not match one to one, in kind and in number.
@@ -147,7 +152,7 @@ def _text(start: int, length: int) -> torch.Tensor:
     return torch.arange(start, start + length, dtype=torch.int64).expand(3, -1)
 
 
-def _grid(start: int, medium: MediaGrid, merge_size: int, tokens_per_second: float) -> torch.Tensor:
+def _grid(start: int, medium: MediaGrid, merge_size: int, tokens_per_second: float | None) -> torch.Tensor:
     steps, rows, columns = medium.grid_thw
     seconds = medium.seconds_per_grid if medium.kind == "video" else 0.0
     axes = torch.meshgrid(

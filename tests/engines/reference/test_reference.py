@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex_cli.engines.reference.reference import Reference
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.rl.packing import pack_suffix
 

@@ -10,6 +10,7 @@ import pytest
 
 from rollplex_cli.core.errors import ClusterError
 from rollplex_cli.engines.rollout import host
+from rollplex_cli.plan.families import FAMILIES
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +36,10 @@ def test_the_other_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         host.import_sglang("cpu")
 
 
-def test_only_the_model_files_in_use_are_imported() -> None:
-    unused = host._unused_model_files()
-    assert len(unused) > 100
-    assert host.KEPT_MODEL_FILES.isdisjoint(unused)
+def test_every_family_has_its_file_and_no_other_file_is_imported() -> None:
+    files = host._model_files()
+    assert len(files) > 100
+    assert {family.rollout_file for family in FAMILIES.values()} <= set(files)
 
 
 def test_the_contract_imports_no_engine() -> None:
@@ -59,9 +60,10 @@ before = [signal.getsignal(s) for s in range(1, 32)]
 from rollplex_cli.engines.rollout import host
 host.import_sglang("cpu")
 from rollplex_cli.engines.rollout import patches
-patches.apply("cpu")
-patches.apply("cpu")
-assert patches._applied == {p.target for p in patches.PATCHES if "cpu" in p.devices}
+patches.apply("cpu", "qwen2_5_vl")
+patches.apply("cpu", "qwen2_5_vl")
+wanted = [p for p in patches.PATCHES if "cpu" in p.devices]
+assert patches._applied == {p.target for p in wanted if p.model_type in (None, "qwen2_5_vl")}
 for patch in patches.PATCHES:  # those of the other device name things that exist, too
     module, _, path = patch.target.partition(":")
     owner = importlib.import_module(module)
@@ -73,6 +75,12 @@ assert not logging.getLogger().handlers
 assert before == [signal.getsignal(s) for s in range(1, 32)]
 import torch
 assert not torch._dynamo.config.disable
+from rollplex_cli.plan.families import FAMILIES
+registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry
+for family in FAMILIES.values():
+    host.load_model_class(family)
+    assert registry.models[family.model_class].__name__ == family.model_class
+assert set(registry.models) == {family.model_class for family in FAMILIES.values()}, registry.models
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

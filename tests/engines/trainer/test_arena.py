@@ -63,7 +63,7 @@ def test_a_replaced_gradient_is_noticed() -> None:
 
 
 def test_model_gradients_stay_in_the_arena_in_bfloat16(tiny: Any) -> None:
-    from rollplex_cli.engines.trainer.model.parameters import model_weights
+    from rollplex_cli.engines.trainer.model.families.gather import model_weights
     from rollplex_cli.engines.trainer.split import SplitModel
 
     model = tiny.model(torch.bfloat16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex_cli.core.units import MIB
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.plan.memory import MemoryInputs, activations
 from rollplex_cli.plan.model import shape_from_config

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollplex_cli.engines.trainer.model import vision
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.rl.packing import pack_suffix
 
@@ -243,7 +243,7 @@ def test_vision_equals_hugging_face(tiny: Any, grids: tuple[tuple[int, int, int]
     patches = torch.randn(rows, 1176, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model.model.visual(patches, grid_thw=torch.tensor(grids)).pooler_output
-        ours = vision.encode(model_weights(model), patches, grids)
+        ours = vision.encode(model_weights(model), patches, grids).rows
     assert (ours - expected).abs().max() < 1e-5
 
 

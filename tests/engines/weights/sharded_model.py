@@ -23,8 +23,8 @@ from rollplex_cli.engines.trainer.actor import Actor, shard_weights
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.model.parallel import TensorParallel
-from rollplex_cli.engines.trainer.model.parameters import model_weights
 from rollplex_cli.engines.trainer.sharded import GradientSync, Shard
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.engines.weights.check import check_published

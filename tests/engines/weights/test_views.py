@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rollplex_cli.core.errors import RunFailedError
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.engines.weights.names import is_padded_vision_mlp, rollout_location
 from rollplex_cli.engines.weights.skeleton import build_skeleton
@@ -73,7 +73,7 @@ def test_a_bound_skeleton_computes_what_the_original_does(tiny: Any, tied: bool,
     prompt, (response,) = tiny.prompt(1, [(2, 4, 8)]), tiny.responses(1, [5])
     weights = model_weights(skeleton)
     assert all(layer.qkv.weight is not None and layer.gate_up.weight is not None for layer in weights.layers)
-    assert all(block.gate_up.weight is not None for block in weights.vision.blocks)
+    assert all(block.mlp.gate_up.weight is not None for block in weights.vision.blocks)
     with torch.no_grad():
         ours = SplitModel(weights).full_logprobs(prompt, response)
         expected = SplitModel(model_weights(original)).full_logprobs(prompt, response)

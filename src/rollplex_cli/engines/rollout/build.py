@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.inputs import MediaTokens
-from rollplex_cli.engines.rollout import patches, sampling
+from rollplex_cli.engines.rollout import host, patches, sampling
 from rollplex_cli.engines.rollout.args import server_args
 from rollplex_cli.engines.rollout.scheduler import HostedScheduler
+from rollplex_cli.plan.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,9 +31,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.engines.rollout.args import RolloutOptions
+    from rollplex_cli.plan.families import Family
 
-WEIGHT_PREFIXES = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "visual.")
-"""Weight names that SGLang's loader of this model takes; it skips others without a word."""
+_FIRST_NAMES = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "visual.")
+WEIGHT_PREFIXES = {
+    "qwen2_vl": _FIRST_NAMES,
+    "qwen2_5_vl": _FIRST_NAMES,
+    "qwen3_vl": ("model.language_model.", "model.visual.", "lm_head."),
+}
+"""Weight names that SGLang's loader of a family takes; it skips others without a word."""
 
 _GROUPS = ("_WORLD", "_TP", "_ATTN_TP", "_ATTN_CP", "_DCP", "_MOE_DP", "_MOE_EP", "_MOE_TP", "_PP")
 
@@ -51,11 +58,16 @@ class Built:
 
 def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp_rank: int) -> Built:
     """Build the scheduler of this rank. With several replicas this is a collective of the default group."""
+    path = options.model_dir / "config.json"
+    if not path.is_file():
+        raise UsageError(f"not a checkpoint with `config.json` and safetensors: {options.model_dir}")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    family, media = family_of(config, str(path)), MediaTokens.from_config(config)
     if options.load_weights:
-        check_weight_names(options.model_dir)
-    media = MediaTokens.from_config(json.loads((options.model_dir / "config.json").read_text()))
+        check_weight_names(options.model_dir, family)
     image, video = media.image_token_id, media.video_token_id
-    patches.apply(options.device)
+    host.load_model_class(family)
+    patches.apply(options.device, family.model_type)
     sampling.register((image, video))
     patches.hooks.replicas = replicas
     patches.hooks.kv_buffers = options.kv_buffers
@@ -104,17 +116,17 @@ def release() -> None:
         setattr(parallel_state, name, None)
 
 
-def check_weight_names(model_dir: Path) -> None:
+def check_weight_names(model_dir: Path, family: Family) -> None:
     """Raise UsageError for a checkpoint without weights, or with weights under names that SGLang would skip."""
     from safetensors import safe_open
 
     files = sorted(model_dir.glob("*.safetensors"))
-    if not files or not (model_dir / "config.json").is_file():
+    if not files:
         raise UsageError(f"not a checkpoint with `config.json` and safetensors: {model_dir}")
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict
-                if not name.startswith(WEIGHT_PREFIXES):
+                if not name.startswith(WEIGHT_PREFIXES[family.model_type]):
                     raise UsageError(
                         f"a weight name in {file.name} is not one that the rollout loads: `{name}`",
                         hint="save the model with `save_pretrained` of the pinned transformers",

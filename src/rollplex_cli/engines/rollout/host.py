@@ -26,13 +26,12 @@ from rollplex_cli.data.compat import ensure_torchvision
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from rollplex_cli.plan.families import Family
+
 Device = Literal["cpu", "cuda"]
 
 SUPPORTED_VERSION = "0.5.16"
 """The patches in `patches.py` name internals of exactly this version."""
-
-MODEL_CLASS = "Qwen2_5_VLForConditionalGeneration"
-KEPT_MODEL_FILES = frozenset({"qwen2", "qwen2_5_vl"})
 
 _lock = threading.Lock()
 _imported_for: Device | None = None
@@ -69,7 +68,7 @@ def check_version() -> None:
 
 
 def _import(device: Device) -> None:
-    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_unused_model_files()))
+    os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(_model_files()))
     ensure_torchvision()
     if device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -81,20 +80,37 @@ def _import(device: Device) -> None:
     with _logging_untouched(), _no_compile(enabled=device == "cpu"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that this device does not have
         importlib.import_module("sglang.srt.managers.scheduler")
-        registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry
-    # The registry swallows import errors of model files, so absence is the only sign of one.
-    if MODEL_CLASS not in registry.models:
-        raise ClusterError(f"SGLang could not load its model file for: `{MODEL_CLASS}`")
+        importlib.import_module("sglang.srt.models.registry")
     logging.getLogger("sglang").setLevel(logging.WARNING)
 
 
-def _unused_model_files() -> list[str]:
-    """Model files of SGLang that need not be imported (a second and more at start-up)."""
+def load_model_class(family: Family) -> None:
+    """Import SGLang's model of `family` and register it; a second call does nothing. After `import_sglang`.
+
+    The registry itself would import every model file and swallow what goes wrong.
+
+    Raises:
+        ClusterError: the file does not load here.
+    """
+    models = importlib.import_module("sglang.srt.models.registry").ModelRegistry.models
+    if family.model_class in models:
+        return
+    with _logging_untouched(), _no_compile(enabled=_imported_for == "cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            file = importlib.import_module(f"sglang.srt.models.{family.rollout_file}")
+            models[family.model_class] = getattr(file, family.model_class)
+        except (ImportError, AttributeError) as error:
+            raise ClusterError(f"SGLang could not load its model `{family.model_class}`: {error}") from error
+
+
+def _model_files() -> list[str]:
+    """Model files of SGLang, none of which the registry need import (a second and more at start-up)."""
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
         return []
     folder = Path(spec.origin).parent / "srt" / "models"
-    return sorted(p.stem for p in folder.glob("*.py") if p.stem not in KEPT_MODEL_FILES | {"__init__", "registry"})
+    return sorted(p.stem for p in folder.glob("*.py") if p.stem not in {"__init__", "registry"})
 
 
 @contextmanager

@@ -77,6 +77,11 @@ def _no_threads_binding(*_args: Any, **_kwargs: Any) -> None:
     """Threads stay where the process put them."""
 
 
+def _config_as_it_is(model_config: Any, *_args: Any, **_kwargs: Any) -> Any:
+    """Widths stay those of the checkpoint; a degree that does not divide them is refused before."""
+    return model_config
+
+
 def _create_buffers_normal(self: Any) -> None:
     """KV buffers from `hooks.kv_buffers`, or SGLang's own where there is none."""
     if hooks.kv_buffers is None:
@@ -105,6 +110,12 @@ def _graph_capture(stream: Any = None) -> Any:
     return _originals["graph_capture"](stream=stream if stream is not None else hooks.capture_stream)
 
 
+def _qwen2_vl_tower(self: Any, vision_config: Any, *args: Any, **kwargs: Any) -> None:
+    if not hasattr(vision_config, "in_chans"):
+        vision_config.in_chans = vision_config.in_channels
+    _originals["qwen2_vl_tower"](self, vision_config, *args, **kwargs)
+
+
 class _QuietTqdm(tqdm):
     """A progress bar that shows nothing."""
 
@@ -120,6 +131,8 @@ class Patch:
     replacement: Any
     reason: str
     devices: tuple[Device, ...] = ("cpu", "cuda")
+    model_type: str | None = None
+    """The only family it is for; None for all."""
     keep_as: str | None = None
     """Under which key the original stays callable."""
 
@@ -170,6 +183,12 @@ PATCHES: tuple[Patch, ...] = (
         devices=("cpu",),
     ),
     Patch(
+        "sglang.srt.model_executor.model_runner:adjust_config_with_unaligned_cpu_tp",
+        _config_as_it_is,
+        "upstream rounds widths of MLPs up on the CPU only, for kernels that are not used",
+        devices=("cpu",),
+    ),
+    Patch(
         "sglang.srt.mem_cache.memory_pool:MHATokenToKVPool._create_buffers_normal",
         _create_buffers_normal,
         "the KV pool lives in memory that its owner can unmap",
@@ -200,20 +219,29 @@ PATCHES: tuple[Patch, ...] = (
         "upstream builds a mask of all patches by all patches, quadratic in the prompts of a batch",
         devices=("cpu",),
     ),
+    Patch(
+        "sglang.srt.models.qwen2_vl:Qwen2VisionTransformer.__init__",
+        _qwen2_vl_tower,
+        "upstream knows the number of channels only by the name that the first checkpoints had for it",
+        model_type="qwen2_vl",
+        keep_as="qwen2_vl_tower",
+    ),
 )
+
+TOWER_EPS = 1e-6
 
 _originals: dict[str, Any] = {}
 _applied: set[str] = set()
 
 
-def apply(device: Device) -> None:
-    """Apply the patches of `device`; a second call does nothing.
+def apply(device: Device, model_type: str) -> None:
+    """Apply the patches of `device` and a family; a second call does nothing.
 
     Raises ClusterError for another version of SGLang, AssertionError when a name to replace is gone.
     """
     host.check_version()
     for patch in PATCHES:
-        if device not in patch.devices or patch.target in _applied:
+        if device not in patch.devices or patch.target in _applied or patch.model_type not in (None, model_type):
             continue
         module_name, _, path = patch.target.partition(":")
         owner: Any = importlib.import_module(module_name)
@@ -235,11 +263,20 @@ def linear_patch_embed(patch_embed: Any) -> None:
     class belongs to transformers and is the trainer's too.
     """
     projection = patch_embed.proj
-    assert projection.stride == projection.kernel_size
-    assert projection.bias is None
+    assert tuple(projection.stride) == tuple(projection.kernel_size)
 
     def forward(patches: torch.Tensor) -> torch.Tensor:
         weight = projection.weight
-        return functional.linear(patches.to(weight.dtype), weight.reshape(weight.shape[0], -1))
+        return functional.linear(patches.to(weight.dtype), weight.reshape(weight.shape[0], -1), projection.bias)
 
     patch_embed.forward = forward
+
+
+def tower_norms(visual: Any) -> None:
+    """Give the LayerNorms of a vision tower the epsilon that the model has there, 1e-6.
+
+    SGLang takes that of the language model's norms instead, which is another in some checkpoints.
+    """
+    for module in visual.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.eps = TOWER_EPS

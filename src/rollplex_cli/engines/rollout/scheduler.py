@@ -123,6 +123,7 @@ class HostedScheduler(Scheduler):
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # the pool is sized by what the device has free, and nothing else runs yet
         patches.linear_patch_embed(model.visual.patch_embed)
+        patches.tower_norms(model.visual)
 
     @property
     def model(self) -> Any:

@@ -13,7 +13,7 @@ from rollplex_cli.engines.trainer.adamw.ranges import data_parallel_of
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
-from rollplex_cli.engines.trainer.model.parameters import ModelWeights, model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.sharded import GradientSync
 from rollplex_cli.engines.trainer.split import SplitModel
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
     from rollplex_cli.engines.trainer.arena import FlatMemory
+    from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.engines.weights.shards import Box

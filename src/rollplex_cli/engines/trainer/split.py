@@ -1,12 +1,14 @@
 """The shared prefix and the packed suffixes of a prompt group, and the exact gradient across their boundary.
 
-The prefix is a chain of stages (patch embedding, vision blocks, projector with embedding, decoder layers). Only
-keys and values leave it; the last decoder layer computes nothing else. The suffix reads them as leaves; its backward
-leaves gradients there, and `prefix_backward` sends them on through the chain.
+The prefix is a chain of stages (patch embedding, vision blocks, projector with embedding, decoder layers). Beside the
+hidden states a stage hands on the features that vision blocks have set aside for decoder layers (DeepStack). Only keys
+and values leave the chain; the last decoder layer computes nothing else. The suffix, which has no media, reads them as
+leaves; its backward leaves gradients there, and `prefix_backward` sends them on through the chain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -19,19 +21,24 @@ from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.model.attention import Attention
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.model.primitives import Angles
+    from rollplex_cli.engines.trainer.model.vision import Encoded
     from rollplex_cli.rl.packing import PackedSuffix
 
 PrefixMode = Literal["keep", "host", "recompute", "none"]
 """What prefix backward uses: the graph, stage inputs kept on the host, a second forward; `none` has no backward."""
 
-Stage = tuple[torch.Tensor | None, KeyValue | None]
-"""What a stage of the prefix yields: hidden states for the next one, boundary keys and values."""
+Carry = tuple[torch.Tensor, ...]
+"""What one stage of the prefix hands to the next: hidden states, then the features that no decoder layer has taken yet.
+Empty before the first stage and behind the last."""
+Yield = tuple[Carry, KeyValue | None]
+"""What a stage yields: its carry and boundary keys and values."""
+Stage = Callable[[Carry], Yield]
 
 
 @dataclass(slots=True)
@@ -47,7 +54,7 @@ class PrefixState:
     boundary: tuple[KeyValue, ...]
     outputs: tuple[KeyValue, ...] = ()
     """The same values attached to the graph (`keep`)."""
-    stage_inputs: list[torch.Tensor | None] = field(default_factory=list)
+    stage_inputs: list[Carry] = field(default_factory=list)
     """Input of each stage on the host (`host`)."""
     consumed: bool = False
 
@@ -113,12 +120,12 @@ class SplitModel:
             with torch.enable_grad():
                 outputs = _run(stages)
             return PrefixState(prompt, mode, _leaves(outputs), outputs)
-        saved: list[torch.Tensor | None] | None = [] if mode == "host" else None
+        saved: list[Carry] | None = [] if mode == "host" else None
         with torch.no_grad():
             outputs = _run(stages, saved)
         if mode == "none":
             return PrefixState(prompt, mode, outputs)
-        return PrefixState(prompt, mode, _leaves(outputs), stage_inputs=[_to_host(t) for t in saved or []])
+        return PrefixState(prompt, mode, _leaves(outputs), stage_inputs=_to_host(saved or []))
 
     def adopt_prefix(self, prompt: PromptInput, key_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PrefixState:
         """A boundary of keys (rotated) and values computed elsewhere, by layer, each [1, KV heads, P - 1, head_dim].
@@ -182,9 +189,7 @@ class SplitModel:
         tail = torch.arange(first, first + len(response) - 1) + prompt.rope_delta
         positions = torch.cat([prompt.position_ids, tail.expand(3, -1)], dim=1).to(device)
         angles = language.rope(sizes, positions.unsqueeze(1), weights.dtype)
-        hidden = language.embed(weights, ids, self._encode([prompt]), prompt.media_spans).unsqueeze(0)
-        for layer in weights.layers:
-            hidden, _ = language.decoder_layer(layer, sizes, hidden, angles, self._attention)
+        hidden = self._decode(ids, (1, len(ids)), angles, self._encode([prompt]), prompt.media_spans)
         return self._logprobs(hidden[0, first - 1 :], torch.tensor(list(response), device=device))
 
     def supervised_loss(self, prompts: Sequence[PromptInput], targets: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -208,20 +213,36 @@ class SplitModel:
             tail = torch.arange(prompt.num_tokens, longest) + prompt.rope_delta
             positions.append(torch.cat([prompt.position_ids, tail.expand(3, -1)], dim=1))
         angles = language.rope(sizes, torch.stack(positions, dim=1).to(weights.device), weights.dtype)
-        flat = language.embed(weights, torch.tensor(tokens, device=weights.device), self._encode(prompts), spans)
-        hidden = flat.view(len(prompts), longest, -1)
-        for layer in weights.layers:
-            hidden, _ = language.decoder_layer(layer, sizes, hidden, angles, self._attention)
+        ids = torch.tensor(tokens, device=weights.device)
+        hidden = self._decode(ids, (len(prompts), longest), angles, self._encode(prompts), spans)
         picked = hidden.flatten(0, 1)[torch.tensor(reads, device=weights.device)]
         wanted = torch.tensor([token for target in targets for token in target], device=weights.device)
         return -language.token_logprobs(weights, picked, wanted).mean()
+
+    def _decode(
+        self,
+        ids: torch.Tensor,
+        shape: tuple[int, int],
+        angles: Angles,
+        media: Encoded | None,
+        spans: Sequence[tuple[int, int]],
+    ) -> torch.Tensor:
+        """The whole decoder over flat `ids`: [*shape, hidden]."""
+        weights, features = self.weights, media.deepstack if media else ()
+        hidden = language.embed(weights, ids, media.rows if media else None, spans).view(*shape, -1)
+        rows = language.span_rows(spans, ids.device) if features else None
+        for index, layer in enumerate(weights.layers):
+            hidden, _ = language.decoder_layer(layer, weights.text_sizes, hidden, angles, self._attention)
+            if rows is not None and index < len(features):
+                hidden = language.add_rows(hidden, rows, features[index])
+        return hidden
 
     def _logprobs(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return language.token_logprobs(
             self.weights, hidden, targets, temperature=self._temperature, banned=self._banned
         )
 
-    def _encode(self, prompts: Sequence[PromptInput]) -> torch.Tensor | None:
+    def _encode(self, prompts: Sequence[PromptInput]) -> Encoded | None:
         media = [m for p in prompts for m in p.prompt.media]
         if not media:
             return None
@@ -237,8 +258,8 @@ class SplitModel:
 
         return tuple(KeyValue(leaf(), leaf()) for _ in weights.layers)
 
-    def _stages(self, prompt: PromptInput) -> list[Callable[[torch.Tensor | None], Stage]]:
-        """The prefix as functions from hidden states to hidden states and boundary; the first one takes None."""
+    def _stages(self, prompt: PromptInput) -> list[Stage]:
+        """The prefix as functions from carry to carry and boundary."""
         weights, sizes = self.weights, self.weights.text_sizes
         device, end = weights.device, prompt.num_tokens - 1
         if any(last >= end for _, last in prompt.media_spans):
@@ -248,35 +269,43 @@ class SplitModel:
         frozen = self._freeze_vision and bool(prompt.prompt.media)
         stages = [self._frozen_vision(prompt)] if frozen else _vision_stages(weights, prompt)
 
-        def embed(media: torch.Tensor | None) -> Stage:
-            return language.embed(weights, ids, media, prompt.media_spans).unsqueeze(0), None
+        def embed(carry: Carry) -> Yield:
+            media, *features = carry or (None,)
+            return (language.embed(weights, ids, media, prompt.media_spans).unsqueeze(0), *features), None
 
-        def merge_and_embed(hidden: torch.Tensor | None) -> Stage:
-            assert hidden is not None
-            return embed(vision.merge_patches(weights, hidden, _layout(weights, prompt)))
+        def merge_and_embed(carry: Carry) -> Yield:
+            hidden, *features = carry
+            return embed((vision.merge_patches(weights, hidden, _layout(weights, prompt)), *features))
 
         stages.append(merge_and_embed if stages and not frozen else embed)
         last = len(weights.layers) - 1
-        stages += [self._layer_stage(index, angles, index == last) for index in range(last + 1)]
+        rows = language.span_rows(prompt.media_spans, device) if prompt.media_spans else None
+        stages += [self._layer_stage(index, angles, rows, index == last) for index in range(last + 1)]
         return stages
 
-    def _frozen_vision(self, prompt: PromptInput) -> Callable[[torch.Tensor | None], Stage]:
-        def run(_: torch.Tensor | None) -> Stage:
+    def _frozen_vision(self, prompt: PromptInput) -> Stage:
+        def run(_: Carry) -> Yield:
             with torch.no_grad():
-                return self._encode([prompt]), None
+                media = self._encode([prompt])
+            assert media is not None
+            return (media.rows, *media.deepstack), None
 
         return run
 
-    def _layer_stage(self, index: int, angles: Angles, last: bool) -> Callable[[torch.Tensor | None], Stage]:
+    def _layer_stage(self, index: int, angles: Angles, rows: torch.Tensor | None, last: bool) -> Stage:
         layer, sizes = self.weights.layers[index], self.weights.text_sizes
 
-        def run(hidden: torch.Tensor | None) -> Stage:
-            assert hidden is not None
+        def run(carry: Carry) -> Yield:
+            hidden, *features = carry
             if last:
-                own, out = language.key_value_only(layer, sizes, hidden, angles), None
+                own, carry = language.key_value_only(layer, sizes, hidden, angles), ()
             else:
                 out, own = language.decoder_layer(layer, sizes, hidden, angles, self._attention)
-            return out, KeyValue(own.keys.contiguous(), own.values.contiguous())
+                if features:
+                    assert rows is not None
+                    out = language.add_rows(out, rows, features[0])
+                carry = (out, *features[1:])
+            return carry, KeyValue(own.keys.contiguous(), own.values.contiguous())
 
         return run
 
@@ -287,26 +316,23 @@ class SplitModel:
         if state.mode == "recompute":
             with torch.no_grad():
                 _run(stages[:-1], inputs := [])
-                hidden_last = stages[-2](inputs[-1])[0] if len(stages) > 1 else None
-            inputs.append(hidden_last)
-        hidden_grad: torch.Tensor | None = None
+                last_input = stages[-2](inputs[-1])[0] if len(stages) > 1 else ()
+            inputs.append(last_input)
+        carry_grads: tuple[torch.Tensor | None, ...] = ()
         without_backward = 1 if self._freeze_vision and state.input.prompt.media else 0
         while len(stages) > without_backward:
             stage, saved = stages.pop(), inputs.pop()
-            entry = None if saved is None else saved.to(self.weights.device).requires_grad_()
+            # Detached, because what a stage only hands on is one tensor in the inputs of several.
+            entry = tuple(tensor.to(self.weights.device).detach().requires_grad_() for tensor in saved)
             with torch.enable_grad():
-                hidden, own = stage(entry)
-            roots: list[torch.Tensor] = []
-            root_grads: list[torch.Tensor] = []
-            if hidden is not None and hidden_grad is not None:
-                roots.append(hidden)
-                root_grads.append(hidden_grad)
+                carry, own = stage(entry)
+            pairs = list(zip(carry, carry_grads, strict=True)) if carry_grads else []
             if own is not None:
-                roots += own
-                root_grads += grads[-2:]
+                pairs += zip(own, grads[-2:], strict=True)
                 del grads[-2:]
-            torch.autograd.backward(roots, root_grads)
-            hidden_grad = None if entry is None else entry.grad
+            reached = [(root, grad) for root, grad in pairs if grad is not None]
+            torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])
+            carry_grads = tuple(tensor.grad for tensor in entry)
 
 
 def _layout(weights: ModelWeights, prompt: PromptInput) -> vision.VisionLayout:
@@ -314,36 +340,37 @@ def _layout(weights: ModelWeights, prompt: PromptInput) -> vision.VisionLayout:
     return vision.vision_layout(grids, weights.vision_sizes, weights.dtype, weights.device)
 
 
-def _vision_stages(weights: ModelWeights, prompt: PromptInput) -> list[Callable[[torch.Tensor | None], Stage]]:
+def _vision_stages(weights: ModelWeights, prompt: PromptInput) -> list[Stage]:
     media = prompt.prompt.media
     if not media:
         return []
     layout = _layout(weights, prompt)
 
-    def patch(_: torch.Tensor | None) -> Stage:
+    def patch(_: Carry) -> Yield:
         patches = torch.cat([m.patches for m in media]) if len(media) > 1 else media[0].patches
-        return vision.patch_embed(weights, patches.to(weights.device), layout), None
+        return (vision.patch_embed(weights, patches.to(weights.device), layout),), None
 
-    def block(index: int) -> Callable[[torch.Tensor | None], Stage]:
-        def run(hidden: torch.Tensor | None) -> Stage:
-            assert hidden is not None
-            return vision.vision_block(weights, index, hidden, layout), None
+    def block(index: int) -> Stage:
+        merger = weights.vision.deepstack.get(index)
+
+        def run(carry: Carry) -> Yield:
+            hidden, *features = carry
+            hidden = vision.vision_block(weights, index, hidden, layout)
+            return (hidden, *features, *([merger(hidden)] if merger else [])), None
 
         return run
 
     return [patch, *(block(i) for i in range(len(weights.vision.blocks)))]
 
 
-def _run(
-    stages: Sequence[Callable[[torch.Tensor | None], Stage]], saved: list[torch.Tensor | None] | None = None
-) -> tuple[KeyValue, ...]:
+def _run(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tuple[KeyValue, ...]:
     """Chain the stages; `saved` receives the input of each."""
-    hidden: torch.Tensor | None = None
+    carry: Carry = ()
     boundary = []
     for stage in stages:
         if saved is not None:
-            saved.append(hidden)
-        hidden, own = stage(hidden)
+            saved.append(carry)
+        carry, own = stage(carry)
         if own is not None:
             boundary.append(own)
     return tuple(boundary)
@@ -353,5 +380,7 @@ def _leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
     return tuple(KeyValue(*(t.detach().requires_grad_() for t in pair)) for pair in outputs)
 
 
-def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to("cpu")
+def _to_host(inputs: Sequence[Carry]) -> list[Carry]:
+    """Copies on the host; a tensor that several stages hand on is copied once."""
+    copies = {id(tensor): tensor.to("cpu") for carry in inputs for tensor in carry}
+    return [tuple(copies[id(tensor)] for tensor in carry) for carry in inputs]

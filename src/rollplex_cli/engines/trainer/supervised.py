@@ -12,7 +12,7 @@ from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
 from rollplex_cli.engines.trainer.arena import GradientArena
-from rollplex_cli.engines.trainer.model.parameters import model_weights
+from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
 
 if TYPE_CHECKING:

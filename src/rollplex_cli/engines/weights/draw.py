@@ -45,7 +45,7 @@ class RandomReader:
 
     Args:
         full_shapes: by Hugging Face name, vision widths padded.
-        vision_width: `vision_config.intermediate_size`.
+        vision_width: `skeleton.vision_mlp_width`.
         device: where tensors are drawn.
     """
 

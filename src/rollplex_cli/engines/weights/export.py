@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.weights.names import is_padded_vision_mlp
-from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, quiet_transformers
+from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, quiet_transformers, vision_mlp_width
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ def save_hf(hf_model: Any, directory: Path, source_dir: Path) -> None:
     if directory.exists():
         raise UsageError(f"the folder exists already: {directory}")
     config = load_config(source_dir)
-    state = unpadded_state(hf_model, config.vision_config.intermediate_size)
+    state = unpadded_state(hf_model, vision_mlp_width(config))
     shell = build_skeleton(config, hf_model.dtype, pad_vision=False)
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"

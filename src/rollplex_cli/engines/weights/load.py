@@ -10,6 +10,7 @@ import torch
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.weights.names import is_padded_vision_mlp, trainer_name
 from rollplex_cli.engines.weights.shards import Box
+from rollplex_cli.engines.weights.skeleton import vision_mlp_width
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ class CheckpointReader:
 
     Args:
         model_dir: the folder.
-        config: its `Qwen2_5_VLConfig`.
+        config: its transformers configuration.
         full_shapes: parameters of the model with padded vision widths, tied ones once.
 
     Raises:
@@ -68,7 +69,7 @@ class CheckpointReader:
         allowed = {_TIED_HEAD} if config.tie_word_embeddings else set()
         faults = [f"missing `{name}`" for name in full_shapes if name not in self._stored]
         faults += [f"unexpected `{name}`" for name in self._stored if name not in full_shapes and name not in allowed]
-        width = config.vision_config.intermediate_size
+        width = vision_mlp_width(config)
         for name, full in full_shapes.items():
             if name in self._stored:
                 wanted = _unpadded(name, full, width)

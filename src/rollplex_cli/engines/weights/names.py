@@ -1,7 +1,8 @@
 """Where each Hugging Face parameter lives inside the rollout engine's tensors, and how tensor parallelism cuts it.
 
 The engine stacks what it multiplies together: q, k and v rows in `qkv_proj`, gate and up rows in `gate_up_proj`.
-Everything else is stored whole under a shorter name.
+Everything else is stored whole under a shorter name. The families differ in which of these parameters they have, not
+in where they keep them, so one table serves all.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Split = Literal["rows", "kv_rows", "vocab", "columns", "replicated"]
-"""By output rows, by key/value heads (rows, never below one head), by rows of the padded vocabulary, by input
-columns, or not at all."""
+"""By output rows, by key/value heads (rows, never below one head), by rows of the padded vocabulary (or another table
+that the engine pads like it), by input columns, or not at all."""
 
 _TEXT = r"model\.language_model\.layers\.(\d+)\."
 _VISION = r"model\.visual\.blocks\.(\d+)\."
+_MERGERS = r"model\.visual\.(merger|deepstack_merger_list\.\d+)\."
 _LAYER, _BLOCK, _ATTENTION = r"model.layers.\1.", r"visual.blocks.\1.", r"model.layers.\1.self_attn."
 # (pattern of a trainer parameter, name in the rollout engine, position in the stack or None, split).
 _RULES: tuple[tuple[str, str, int | None, Split], ...] = (
@@ -23,6 +25,7 @@ _RULES: tuple[tuple[str, str, int | None, Split], ...] = (
     (_TEXT + r"self_attn\.k_proj\.(weight|bias)", _ATTENTION + r"qkv_proj.\2", 1, "kv_rows"),
     (_TEXT + r"self_attn\.v_proj\.(weight|bias)", _ATTENTION + r"qkv_proj.\2", 2, "kv_rows"),
     (_TEXT + r"self_attn\.o_proj\.weight", _ATTENTION + "o_proj.weight", None, "columns"),
+    (_TEXT + r"self_attn\.(q_norm|k_norm)\.weight", _ATTENTION + r"\2.weight", None, "replicated"),
     (_TEXT + r"mlp\.gate_proj\.weight", _LAYER + "mlp.gate_up_proj.weight", 0, "rows"),
     (_TEXT + r"mlp\.up_proj\.weight", _LAYER + "mlp.gate_up_proj.weight", 1, "rows"),
     (_TEXT + r"mlp\.down_proj\.weight", _LAYER + "mlp.down_proj.weight", None, "columns"),
@@ -41,20 +44,30 @@ _RULES: tuple[tuple[str, str, int | None, Split], ...] = (
     (_VISION + r"mlp\.up_proj\.(weight|bias)", _BLOCK + r"mlp.gate_up_proj.\2", 1, "rows"),
     (_VISION + r"mlp\.down_proj\.weight", _BLOCK + "mlp.down_proj.weight", None, "columns"),
     (_VISION + r"mlp\.down_proj\.bias", _BLOCK + "mlp.down_proj.bias", None, "replicated"),
-    (_VISION + r"(norm1|norm2)\.weight", _BLOCK + r"\2.weight", None, "replicated"),
-    (r"model\.visual\.patch_embed\.proj\.weight", "visual.patch_embed.proj.weight", None, "replicated"),
-    (r"model\.visual\.merger\.ln_q\.weight", "visual.merger.ln_q.weight", None, "replicated"),
+    # The vision MLPs without a gate.
+    (_VISION + r"mlp\.(fc1|linear_fc1)\.(weight|bias)", _BLOCK + r"mlp.\2.\3", None, "rows"),
+    (_VISION + r"mlp\.(fc2|linear_fc2)\.weight", _BLOCK + r"mlp.\2.weight", None, "columns"),
+    (_VISION + r"mlp\.(fc2|linear_fc2)\.bias", _BLOCK + r"mlp.\2.bias", None, "replicated"),
+    (_VISION + r"(norm1|norm2)\.(weight|bias)", _BLOCK + r"\2.\3", None, "replicated"),
+    (r"model\.visual\.patch_embed\.proj\.(weight|bias)", r"visual.patch_embed.proj.\1", None, "replicated"),
+    (r"model\.visual\.merger\.ln_q\.(weight|bias)", r"visual.merger.ln_q.\1", None, "replicated"),
     (r"model\.visual\.merger\.mlp\.0\.(weight|bias)", r"visual.merger.mlp.0.\1", None, "rows"),
     (r"model\.visual\.merger\.mlp\.2\.weight", "visual.merger.mlp.2.weight", None, "columns"),
     (r"model\.visual\.merger\.mlp\.2\.bias", "visual.merger.mlp.2.bias", None, "replicated"),
+    # Qwen3-VL: a learned table of positions, and one projector more for each block whose output is set aside.
+    (r"model\.visual\.pos_embed\.weight", "visual.pos_embed.weight", None, "vocab"),
+    (_MERGERS + r"norm\.(weight|bias)", r"visual.\1.norm.\2", None, "replicated"),
+    (_MERGERS + r"linear_fc1\.(weight|bias)", r"visual.\1.linear_fc1.\2", None, "rows"),
+    (_MERGERS + r"linear_fc2\.weight", r"visual.\1.linear_fc2.weight", None, "columns"),
+    (_MERGERS + r"linear_fc2\.bias", r"visual.\1.linear_fc2.bias", None, "replicated"),
 )
 _PADDED = re.compile(_VISION + r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|down_proj\.weight)")
 _QKV = re.compile(r"(" + _VISION + r"attn\.qkv)\.(?:([012])\.)?(weight|bias)")
 _COMPILED = tuple((re.compile(pattern), target, part, split) for pattern, target, part, split in _RULES)
 
 VISION_QKV_PARTS = 3
-VOCAB_ROWS = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
-"""Rollout tensors whose rows may be padded beyond the vocabulary."""
+VOCAB_ROWS = frozenset({"model.embed_tokens.weight", "lm_head.weight", "visual.pos_embed.weight"})
+"""Rollout tensors whose rows may be padded beyond the vocabulary, or beyond the table of positions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ def plan_shards(
     """The plan of a rank.
 
     Args:
-        config: a `Qwen2_5_VLConfig`.
+        config: the transformers configuration.
         full_shapes: parameters of the unsharded module with padded vision widths, in its order.
         training_shard: q * i + b for rollout shard i of replica b.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
@@ -12,47 +13,56 @@ from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
 from rollplex_cli.engines.weights.names import VISION_QKV_PARTS, vision_qkv
 from rollplex_cli.engines.weights.shards import ShardPlan, plan_shards
-from rollplex_cli.plan.model import VISION_PAD
+from rollplex_cli.plan.families import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from rollplex_cli.plan.families import Family
 
-def padded_vision_width(width: int) -> int:
-    """Width of the vision MLPs in the rollout engine. The added columns stay zero in training, because their
-    gradients are products with zeros."""
-    return -(-width // VISION_PAD) * VISION_PAD
+
+def padded_vision_width(width: int, pad: int) -> int:
+    """Width of the vision MLPs in the rollout engine, a multiple of `pad`. The added columns stay zero in training,
+    because their gradients are products with zeros."""
+    return -(-width // pad) * pad
+
+
+def vision_mlp_width(config: Any) -> int:
+    """Width of the vision MLPs as the checkpoint has it."""
+    vision = config.vision_config
+    return int(getattr(vision, "intermediate_size", 0) or vision.embed_dim * vision.mlp_ratio)
 
 
 def load_config(model_dir: Path) -> Any:
-    """The `Qwen2_5_VLConfig` of a checkpoint folder. Raises UsageError for any other model."""
-    ensure_torchvision()
-    from transformers import AutoConfig, Qwen2_5_VLConfig
-
-    if not (model_dir / "config.json").is_file():
+    """The transformers configuration of a checkpoint folder, of the class of its family. Raises UsageError for a
+    model of no known family."""
+    path = model_dir / "config.json"
+    if not path.is_file():
         raise UsageError(f"no `config.json` in the checkpoint folder: {model_dir}")
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-    if not isinstance(config, Qwen2_5_VLConfig):
-        raise UsageError(f"only Qwen2.5-VL checkpoints can be trained, not {config.model_type!r}")
-    return config
+    family = family_of(json.loads(path.read_text(encoding="utf-8")), str(path))
+    # By its class, not by its name: the rollout engine registers classes of its own under some names.
+    return _transformers(family.config_class).from_pretrained(model_dir, local_files_only=True)
+
+
+def family_of_config(config: Any) -> Family:
+    """The family of a transformers configuration."""
+    return family_of({"model_type": config.model_type})
 
 
 def build_skeleton(config: Any, dtype: torch.dtype, *, pad_vision: bool = True) -> Any:
-    """A `Qwen2_5_VLForConditionalGeneration` on the meta device with real (tiny) rotary buffers.
+    """The family's `...ForConditionalGeneration` on the meta device with real (tiny) rotary buffers.
 
     Takes milliseconds and no memory at any size, and draws no random numbers. `pad_vision` widens the vision MLPs to
     the rollout engine's width; `config` itself is left alone.
     """
-    ensure_torchvision()
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    config = deepcopy(config)
-    if pad_vision:
-        config.vision_config.intermediate_size = padded_vision_width(config.vision_config.intermediate_size)
+    family, config = family_of_config(config), deepcopy(config)
+    if pad_vision and family.vision_pad > 1:
+        width = config.vision_config.intermediate_size
+        config.vision_config.intermediate_size = padded_vision_width(width, family.vision_pad)
     with torch.device("meta"):
-        model = Qwen2_5_VLForConditionalGeneration(config)
-    model = model.to(dtype=dtype)  # type: ignore[call-arg]
+        model = _transformers(family.model_class)(config)
+    model = model.to(dtype=dtype)
     language, visual = model.model.language_model, model.model.visual
     language.rotary_emb = type(language.rotary_emb)(config.text_config)
     visual.rotary_pos_emb = type(visual.rotary_pos_emb)(visual.rotary_pos_emb.dim)
@@ -104,13 +114,18 @@ def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parameter:
 
 def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
     """A module with its own copy of the weights of a checkpoint folder (reference, cold start), vision not padded."""
-    ensure_torchvision()
-    from transformers import Qwen2_5_VLForConditionalGeneration
-
-    load_config(model_dir)
+    config = load_config(model_dir)
+    model_class = _transformers(family_of_config(config).model_class)
     with quiet_transformers():
-        model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+        model = model_class.from_pretrained(model_dir, config=config, dtype=dtype, local_files_only=True)
     return model.eval()
+
+
+def _transformers(name: str) -> Any:
+    ensure_torchvision()
+    import transformers
+
+    return getattr(transformers, name)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ def bind_views(hf_model: Any, rollout_params: Mapping[str, torch.Tensor], plan: 
     must have the padded width. Gradients stay enabled on the parameters as they were.
 
     Args:
-        hf_model: a `Qwen2_5_VLForConditionalGeneration`, or its shard of `build_shards`.
+        hf_model: a model of transformers, or its shard of `build_shards`.
         rollout_params: the rollout engine's contiguous parameters by its own names; a tied `lm_head` may be present.
         plan: the rank's plan; None for a whole model in whole tensors.
 

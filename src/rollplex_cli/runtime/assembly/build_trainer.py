@@ -13,7 +13,13 @@ from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
 from rollplex_cli.engines.weights.exchange import foreign_rows
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters
-from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes
+from rollplex_cli.engines.weights.skeleton import (
+    build_shards,
+    build_skeleton,
+    load_config,
+    parameter_shapes,
+    vision_mlp_width,
+)
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.memory.regions import Content
 from rollplex_cli.runtime.assembly.build_memory import gradient_memory, optimizer_staging, place_staging
@@ -128,4 +134,4 @@ def open_weights(base_dir: Path, config: Any, device: Literal["cpu", "cuda"]) ->
     shapes, seed = parameter_shapes(build_skeleton(config, torch.float32)), random_seed_of(base_dir)
     if seed is None:
         return CheckpointReader(base_dir, config, shapes)
-    return RandomReader(seed, shapes, config.vision_config.intermediate_size, torch.device(device))
+    return RandomReader(seed, shapes, vision_mlp_width(config), torch.device(device))

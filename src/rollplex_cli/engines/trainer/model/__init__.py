@@ -1,1 +1,1 @@
-"""Qwen2.5-VL as plain functions over the parameters of the Hugging Face module."""
+"""Vision-language models as plain functions over the parameters of the Hugging Face module."""

@@ -38,8 +38,7 @@ def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> An
     `position_ids` [3, B, S] int64.
     """
     device = position_ids.device
-    section = torch.tensor(sizes.mrope_section, device=device)
-    axis = torch.repeat_interleave(torch.arange(3, device=device), section)
+    axis = torch.tensor(sizes.mrope_axes, device=device)
     positions = position_ids.to(compute_dtype(dtype))[axis].permute(1, 2, 0)
     return Angles.of(positions * inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device))
 
@@ -65,6 +64,16 @@ def embed(
     return torch.cat([*pieces, words[-1]])
 
 
+def span_rows(spans: Sequence[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    """All indices of the runs `spans`, int64."""
+    return torch.cat([torch.arange(first, last + 1, device=device) for first, last in spans])
+
+
+def add_rows(hidden: torch.Tensor, rows: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """`hidden` [B, S, hidden] with `features` [N, hidden] added at the flat indices `rows` [N] (DeepStack)."""
+    return hidden.flatten(0, 1).index_add(0, rows, features).view(hidden.shape)
+
+
 def _words(weights: ModelWeights, token_ids: torch.Tensor) -> torch.Tensor:
     if weights.parallel.size == 1:
         return F.embedding(token_ids, weights.embed)
@@ -77,6 +86,9 @@ def project_qkv(
     """Queries [B, H, S, d] and keys and values of normalised `x` [B, S, hidden]."""
     heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
     qkv = layer.qkv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
+        qkv = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
     turned = rotary(qkv, angles, heads + kv_heads).transpose(1, 2)
     q, k, v = turned.split([heads, kv_heads, kv_heads], dim=1)
     return q, KeyValue(k, v)
@@ -111,6 +123,9 @@ def key_value_only(layer: DecoderWeights, sizes: TextSizes, hidden: torch.Tensor
     """Keys and values of a layer whose output nobody reads (the last one, on a prefix)."""
     x = rms_norm(hidden, layer.input_norm, sizes.norm_eps)
     kv = layer.kv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    if layer.k_norm is not None:
+        k, v = kv.chunk(2, dim=2)
+        kv = torch.cat((layer.k_norm(k), v), dim=2)
     k, v = rotary(kv, angles, sizes.num_kv_heads).transpose(1, 2).chunk(2, dim=1)
     return KeyValue(k, v)
 

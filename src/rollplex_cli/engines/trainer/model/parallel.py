@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from rollplex_cli.engines.weights.shards import padded_vocab
 from rollplex_cli.engines.weights.staged import whole
 
 if TYPE_CHECKING:
@@ -89,6 +90,13 @@ class VocabShard:
 
     start: int
     rows: int
+
+    @classmethod
+    def of_rank(cls, rows: int, parallel: TensorParallel) -> VocabShard:
+        """A rank's share of a table of `rows` that the rollout engine pads and cuts as it does the vocabulary."""
+        per_rank = padded_vocab(rows) // parallel.size
+        start = min(parallel.rank * per_rank, rows)
+        return cls(start, min(per_rank, rows - start))
 
     def local(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(row of each token, 0 where it is elsewhere; whether it is here)."""

@@ -1,14 +1,14 @@
 """The vision tower: patches to one embedding per merged patch.
 
-Every block attends within equal-sized chunks, so chunks are a batch axis: windows in most blocks, and one frame
-(temporal grid step) in the full-attention blocks, which is what the Hugging Face tower does.
+Every block attends within equal-sized chunks, so chunks are a batch axis: windows where the family has them, and one
+frame (temporal grid step) in the full-attention blocks, which is what the Hugging Face tower does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,7 @@ from rollplex_cli.engines.trainer.model.primitives import (
     Angles,
     compute_dtype,
     inverse_frequencies,
-    rms_norm,
     rotary,
-    swiglu,
 )
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights, VisionBlockWeights, VisionSizes
 
 Grid = tuple[int, int, int]
-# The tower's norms have this epsilon whatever the configuration says; so has the Hugging Face module.
-_NORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +41,26 @@ class Chunks:
     """The same runs for the kernel that takes runs of different lengths at once, where the device has it."""
 
 
+class TableCells(NamedTuple):
+    """How the learned table of positions becomes positions of patches: bilinear, once per distinct size of frame."""
+
+    corners: torch.Tensor
+    """[4, cells] int64: cells of the table around each patch of each distinct frame."""
+    shares: torch.Tensor
+    """[4, cells, 1]: their weights."""
+    rows: torch.Tensor
+    """[N] int64: which of them each patch takes."""
+
+
+class Encoded(NamedTuple):
+    """What the tower yields, each [N / merge^2, text hidden]."""
+
+    rows: torch.Tensor
+    """In place of the placeholders' embeddings."""
+    deepstack: tuple[torch.Tensor, ...] = ()
+    """Added at the placeholders behind decoder layers 0, 1, ..."""
+
+
 @dataclass(frozen=True, slots=True)
 class VisionLayout:
     """Everything about a list of grids that does not depend on weights. Rows are patches in window order."""
@@ -54,8 +70,10 @@ class VisionLayout:
     order: torch.Tensor | None
     """Merged-patch permutation into window order, [N / merge^2] int64; None for the identity."""
     restore: torch.Tensor | None
-    windows: Chunks
+    windows: Chunks | None
+    """None for a tower without windows."""
     frames: Chunks
+    table: TableCells | None = None
 
 
 @lru_cache(maxsize=64)
@@ -63,20 +81,49 @@ def vision_layout(
     grids: tuple[Grid, ...], sizes: VisionSizes, dtype: torch.dtype, device: torch.device
 ) -> VisionLayout:
     """Layout of media with these grids (in patches), in order of appearance."""
-    order, window_lengths = _window_order(grids, sizes)
+    order, window_lengths = _window_order(grids, sizes) if sizes.window else (None, [])
     positions = torch.cat([_patch_positions(grid, sizes.merge) for grid in grids])
     unit = sizes.merge**2
-    positions = positions.view(-1, unit, 2)[order].view(-1, 2).to(device)
+    if order is not None and bool((order == torch.arange(len(order))).all()):
+        order = None
+    if order is not None:
+        positions = positions.view(-1, unit, 2)[order].view(-1, 2)
+    positions = positions.to(device)
     frequencies = inverse_frequencies(sizes.head_dim // 2, 10000.0, dtype, device)
     angles = (positions.unsqueeze(-1).to(compute_dtype(dtype)) * frequencies).flatten(1)
-    identity = bool((order == torch.arange(len(order))).all())
     frame_lengths = [h * w for t, h, w in grids for _ in range(t)]
     return VisionLayout(
         angles=Angles.of(angles),
-        order=None if identity else order.to(device),
-        restore=None if identity else torch.argsort(order).to(device),
-        windows=_chunks([n * unit for n in window_lengths], dtype, device),
+        order=None if order is None else order.to(device),
+        restore=None if order is None else torch.argsort(order).to(device),
+        windows=_chunks([n * unit for n in window_lengths], dtype, device) if sizes.window else None,
         frames=_chunks(frame_lengths, dtype, device),
+        table=_table_cells(grids, sizes.table_side, sizes.merge, dtype, device) if sizes.table_side else None,
+    )
+
+
+def _table_cells(
+    grids: tuple[Grid, ...], side: int, merge: int, dtype: torch.dtype, device: torch.device
+) -> TableCells:
+    """A frame of h x w patches is stretched over the table, corners on corners; fractions are those of float32, as
+    in the Hugging Face tower."""
+    starts: dict[tuple[int, int], int] = {}
+    corners, shares, rows, cells = [], [], [], 0
+    for t, h, w in grids:
+        if (h, w) not in starts:
+            starts[h, w], cells = cells, cells + h * w
+            places = _patch_positions((1, h, w), merge).unbind(1)
+            exact = [torch.linspace(0, side - 1, n)[place] for n, place in zip((h, w), places, strict=True)]
+            low = [x.long() for x in exact]
+            high = [(x + 1).clamp(max=side - 1) for x in low]
+            (y, x), (y0, x0), (y1, x1) = [e - i for e, i in zip(exact, low, strict=True)], low, high
+            corners.append(torch.stack([y0 * side + x0, y0 * side + x1, y1 * side + x0, y1 * side + x1]))
+            shares.append(torch.stack([(1 - y) * (1 - x), (1 - y) * x, y * (1 - x), y * x]))
+        rows.append((torch.arange(h * w) + starts[h, w]).repeat(t))
+    return TableCells(
+        torch.cat(corners, dim=1).to(device),
+        torch.cat(shares, dim=1).unsqueeze(-1).to(device, compute_dtype(dtype)),
+        torch.cat(rows).to(device),
     )
 
 
@@ -90,6 +137,7 @@ def _patch_positions(grid: Grid, merge: int) -> torch.Tensor:
 
 def _window_order(grids: tuple[Grid, ...], sizes: VisionSizes) -> tuple[torch.Tensor, list[int]]:
     """Merged patches sorted frame by frame into windows, and the merged patches per window."""
+    assert sizes.window is not None
     side = sizes.window // sizes.merge // sizes.patch
     orders: list[torch.Tensor] = []
     lengths: list[int] = []
@@ -129,8 +177,12 @@ def _chunks(lengths: Sequence[int], dtype: torch.dtype, device: torch.device) ->
 def patch_embed(weights: ModelWeights, patches: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
     """[N, patch elements] -> [N, hidden] in window order. The stride of the convolution equals its kernel, so it
     is a matrix product, several times faster as one on a CPU."""
-    weight = weights.vision.patch
-    hidden = F.linear(patches.to(weight.dtype), weight.view(weight.shape[0], -1))
+    vision = weights.vision
+    hidden = F.linear(patches.to(vision.patch.dtype), vision.patch.view(len(vision.patch), -1), vision.patch_bias)
+    if vision.positions is not None and layout.table is not None:
+        around = vision.positions(layout.table.corners).to(layout.table.shares.dtype)
+        stretched = (around * layout.table.shares).sum(0).to(hidden.dtype)
+        hidden = hidden + stretched[layout.table.rows]
     if layout.order is None:
         return hidden
     unit = weights.vision_sizes.merge**2
@@ -140,9 +192,9 @@ def patch_embed(weights: ModelWeights, patches: torch.Tensor, layout: VisionLayo
 def vision_block(weights: ModelWeights, index: int, hidden: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
     """Block `index`: [N, hidden] -> [N, hidden]."""
     block, sizes = weights.vision.blocks[index], weights.vision_sizes
-    chunks = layout.frames if index in sizes.full_attention_blocks else layout.windows
-    hidden = hidden + _block_attention(block, sizes, rms_norm(hidden, block.norm1, _NORM_EPS), layout, chunks)
-    return hidden + block.down(swiglu(block.gate_up(rms_norm(hidden, block.norm2, _NORM_EPS))))
+    chunks = layout.frames if layout.windows is None or index in sizes.full_attention_blocks else layout.windows
+    hidden = hidden + _block_attention(block, sizes, block.norm1(hidden), layout, chunks)
+    return hidden + block.mlp(block.norm2(hidden))
 
 
 def _block_attention(
@@ -166,16 +218,17 @@ def _block_attention(
 
 def merge_patches(weights: ModelWeights, hidden: torch.Tensor, layout: VisionLayout) -> torch.Tensor:
     """The projector: [N, hidden] in window order -> [N / merge^2, text hidden] in the processor's order."""
-    vision = weights.vision
-    x = rms_norm(hidden, vision.merger_norm, _NORM_EPS).view(-1, vision.merged_width)
-    out = vision.merger_out(F.gelu(vision.merger_in(x)))
+    out = weights.vision.merger(hidden)
     return out if layout.restore is None else out[layout.restore]
 
 
-def encode(weights: ModelWeights, patches: torch.Tensor, grids: tuple[Grid, ...]) -> torch.Tensor:
-    """The whole tower: [N, patch elements] -> [N / merge^2, text hidden]."""
+def encode(weights: ModelWeights, patches: torch.Tensor, grids: tuple[Grid, ...]) -> Encoded:
+    """The whole tower: from patches [N, patch elements]."""
     layout = vision_layout(grids, weights.vision_sizes, weights.dtype, weights.device)
     hidden = patch_embed(weights, patches, layout)
+    deepstack = []
     for index in range(len(weights.vision.blocks)):
         hidden = vision_block(weights, index, hidden, layout)
-    return merge_patches(weights, hidden, layout)
+        if index in weights.vision.deepstack:
+            deepstack.append(weights.vision.deepstack[index](hidden))
+    return Encoded(merge_patches(weights, hidden, layout), tuple(deepstack))

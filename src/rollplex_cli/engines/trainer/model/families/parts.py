@@ -1,0 +1,53 @@
+"""From modules of transformers to values of the forward, for all families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollplex_cli.engines.trainer.model.modules import LayerNorm
+from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rollplex_cli.engines.trainer.model.parallel import TensorParallel
+
+VISION_EPS = 1e-6
+"""Of the tower's norms, whatever the configuration says; so it is in the modules of transformers."""
+
+
+def linear(module: Any) -> Linear:
+    """A linear module."""
+    return Linear(module.weight, module.bias)
+
+
+def stacked(*modules: Any, parallel: TensorParallel) -> StackedLinear:
+    """Linear modules of one input, or a single one, cut by rows."""
+    return StackedLinear.of(*(linear(module) for module in modules), parallel=parallel)
+
+
+def row(module: Any, parallel: TensorParallel) -> RowLinear:
+    """A linear module cut by columns."""
+    return RowLinear(module.weight, module.bias, parallel)
+
+
+def layer_norm(module: Any) -> LayerNorm:
+    """A LayerNorm of the vision tower."""
+    return LayerNorm(module.weight, module.bias, VISION_EPS)
+
+
+def vision_qkv(module: Any, parallel: TensorParallel) -> StackedLinear:
+    """One matrix, or a shard's three modules `0` to `2`."""
+    if getattr(module, "weight", None) is not None:
+        return stacked(module, parallel=parallel)
+    return stacked(*(module.get_submodule(str(part)) for part in range(3)), parallel=parallel)
+
+
+def mrope_axes(rope: Mapping[str, Any]) -> tuple[int, ...]:
+    """Axis of each rotary channel pair: `mrope_section` pairs of the temporal, row and column position one after
+    the other (Qwen2-VL, section 2.1)."""
+    return tuple(axis for axis, pairs in enumerate(rope["mrope_section"]) for _ in range(pairs))
+
+
+def check(_config: Any) -> None:
+    """Nothing beyond what every family must have."""
