@@ -30,7 +30,7 @@ def measure(job: Profile, plan: Plan, run_dir: Path | None, *, plain: bool) -> d
     Raises:
         RollplexError: what the run ended with.
     """
-    from rollplex_cli.report.measured import measured_phases
+    from rollplex_cli.report.memory.measured import measured_phases
 
     run = options.new_run(measured_job(job), plan, run_dir, sys.argv, prefix="memory-")
     write_atomic(run.measure, json.dumps({"steps": NUM_STEPS}) + "\n")

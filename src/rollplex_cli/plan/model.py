@@ -144,9 +144,7 @@ class ModelShape:
             _rows("vision.merger.0", (1 + extra) * (merged * merged + merged), 1 + extra),
             _columns("vision.merger.2", (1 + extra) * merged * self.hidden_size),
             # Two norms with biases, and the biases of proj and the MLP; the mergers' norms and last biases.
-            _replicated(
-                "vision.norms", depth * 6 * v + 2 * v + extra * 2 * merged + (1 + extra) * self.hidden_size
-            ),
+            _replicated("vision.norms", depth * 6 * v + 2 * v + extra * 2 * merged + (1 + extra) * self.hidden_size),
         ]
 
 

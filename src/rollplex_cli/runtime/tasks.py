@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,41 +20,26 @@ from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
 from rollplex_cli.runtime.pool import DecodePool
 from rollplex_cli.runtime.records import GroupRecord
+from rollplex_cli.runtime.sharing.streams import record_fence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rollplex_cli.core.events import EventWriter
-    from rollplex_cli.data.processor import PromptBuilder
-    from rollplex_cli.data.tasks import Task
     from rollplex_cli.engines.inputs import PromptInput
-    from rollplex_cli.engines.reference.reference import Reference
-    from rollplex_cli.engines.rollout.base import GroupResult, RolloutEngine
-    from rollplex_cli.engines.trainer.actor import Actor, UpdateOutcome
+    from rollplex_cli.engines.rollout.base import GroupResult
+    from rollplex_cli.engines.trainer.actor import UpdateOutcome
     from rollplex_cli.memory.leases import ObjectStore
     from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
-    from rollplex_cli.rl.rewards.scorer import Scorer
+    from rollplex_cli.runtime.assembly.rank import Engines
     from rollplex_cli.runtime.executor.executor import Executor, Fence
     from rollplex_cli.runtime.executor.theta import ThetaGuard
     from rollplex_cli.runtime.groups.intake import Started
-    from rollplex_cli.runtime.team.team import Publisher, Team
+    from rollplex_cli.runtime.team.team import Team
 
 BOARD_POLL_S = 0.001
 """How often a replica that has nothing left to decode looks whether the others have."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Engines:
-    """The engines of a rank and what scores their answers."""
-
-    rollout: RolloutEngine
-    actor: Actor
-    reference: Reference | None
-    builder: PromptBuilder
-    task: Task
-    scorer: Scorer
-    publisher: Publisher
 
 
 class StepTasks:
@@ -320,14 +305,14 @@ class StepTasks:
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
         self._store.put("reference_boundary", self._engines.reference.prefix(self._inputs[key.group]), key)
-        return _fence()
+        return record_fence()
 
     def _ref_suffix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
         with self._store.lease("reference_boundary", key) as state, self._store.lease("responses", key) as result:
             logprobs = self._engines.reference.suffix(state, self._pack(key.group, result))
         self._store.put("reference_logprobs", logprobs, key)
-        return _fence()
+        return record_fence()
 
     def _actor_prefix(self, key: TaskKey) -> Fence | None:
         # Whether a group is idle may be known here and not yet on a rank whose collectives this one must meet.
@@ -340,7 +325,7 @@ class StepTasks:
                 boundary = result.prefix
         state = actor.prefix(prompt) if boundary is None else actor.adopt_prefix(prompt, boundary)
         self._store.put("actor_boundary", state, key)
-        return _fence()
+        return record_fence()
 
     def _actor_suffix(self, key: TaskKey) -> Fence | None:
         record, learner = self.records[key.group], self.learner
@@ -362,7 +347,7 @@ class StepTasks:
                 f"a log-prob of sample `{record.sample_id}` is not finite in step {self._step}",
                 hint="nothing was updated in this step; the last checkpoint is good",
             )
-        return _fence()
+        return record_fence()
 
     def _batch(self, key: TaskKey, record: GroupRecord) -> GroupBatch:
         algorithm, reference = self._profile.algorithm, None
@@ -388,7 +373,7 @@ class StepTasks:
             return None
         with self._store.lease("actor_boundary", key) as state:
             self.learner.prefix_backward(self._engines.actor, key.group, state)
-        return _fence()
+        return record_fence()
 
     def _update(self, key: TaskKey) -> Fence | None:
         with self._theta.write(str(key)):
@@ -398,19 +383,10 @@ class StepTasks:
         self._events.record(
             "optimizer", started, ended, step=self._step, phase="UPDATE", lane=Lane.TRAINER, group=None, **stats
         )
-        return _fence()
+        return record_fence()
 
     def _pack(self, group: int, result: GroupResult) -> PackedSuffix:
         prompt = self._inputs[group]
         return pack_suffix(
             prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, [r.token_ids for r in result.responses]
         )
-
-
-def _fence() -> Fence | None:
-    """An event behind everything this thread has launched so far; None on a machine without a GPU."""
-    if not torch.cuda.is_initialized():
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event

@@ -63,9 +63,9 @@ class _Session:
         for."""
         # Heavy imports come after the log is redirected: what they print belongs there.
         from rollplex_cli.runtime.assembly.build import open_control, open_rank
+        from rollplex_cli.runtime.bench.measure import run_measure
         from rollplex_cli.runtime.bench.run import run_bench
         from rollplex_cli.runtime.loop import Run
-        from rollplex_cli.runtime.measure import run_measure
 
         control, machine = self._stack.enter_context(open_control(self._run, self._rank))
         self._control = control

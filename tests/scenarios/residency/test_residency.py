@@ -16,7 +16,7 @@ from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import read_status
 from rollplex_cli.profile.dump import resolved_yaml
 from rollplex_cli.profile.load import load_profile
-from rollplex_cli.report.measured import measured_phases, memory_rows
+from rollplex_cli.report.memory.measured import measured_phases, memory_rows
 
 if TYPE_CHECKING:
     from typing import Any

@@ -28,12 +28,11 @@ from rollplex_cli.runtime.assembly.build_memory import build_memory
 from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
 from rollplex_cli.runtime.assembly.build_trainer import build_trainer, foreign_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
-from rollplex_cli.runtime.assembly.rank import Rank
+from rollplex_cli.runtime.assembly.rank import Engines, Rank
 from rollplex_cli.runtime.control.control import Control
 from rollplex_cli.runtime.control.peers import Peers
 from rollplex_cli.runtime.executor.lanes import LaneThread
 from rollplex_cli.runtime.executor.phases import PhaseMachine
-from rollplex_cli.runtime.tasks import Engines
 from rollplex_cli.runtime.team.groups import build_groups
 from rollplex_cli.runtime.team.team import Publisher, Team, build_team
 

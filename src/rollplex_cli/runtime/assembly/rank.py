@@ -18,16 +18,34 @@ if TYPE_CHECKING:
     from rollplex_cli.core.names import TaskKind
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.data.loader import PromptCache, PromptLoader
+    from rollplex_cli.data.processor import PromptBuilder
+    from rollplex_cli.data.tasks import Task
     from rollplex_cli.engines.inputs import MediaTokens
+    from rollplex_cli.engines.reference.reference import Reference
+    from rollplex_cli.engines.rollout.base import RolloutEngine
+    from rollplex_cli.engines.trainer.actor import Actor
     from rollplex_cli.engines.weights.shards import ShardPlan
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.rl.rewards.scorer import Scorer
     from rollplex_cli.runtime.assembly.build_memory import RankMemory
     from rollplex_cli.runtime.control.control import Control
     from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.lanes import LaneThread
     from rollplex_cli.runtime.sharing.sharing import Sharing
-    from rollplex_cli.runtime.tasks import Engines
-    from rollplex_cli.runtime.team.team import Team
+    from rollplex_cli.runtime.team.team import Publisher, Team
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engines:
+    """The engines of a rank and what scores their answers."""
+
+    rollout: RolloutEngine
+    actor: Actor
+    reference: Reference | None
+    builder: PromptBuilder
+    task: Task
+    scorer: Scorer
+    publisher: Publisher
 
 
 @dataclass(slots=True, kw_only=True)

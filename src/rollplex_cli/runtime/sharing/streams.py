@@ -70,3 +70,12 @@ def highest_priority() -> int:
 def total_sms(index: int) -> int:
     """Multiprocessors of a GPU."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def record_fence() -> torch.cuda.Event | None:
+    """An event behind everything this thread has launched so far; None on a machine without a GPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollplex_cli.core.events import EventWriter
 from rollplex_cli.core.paths import RunFolder
-from rollplex_cli.report.measured import measured_phases
+from rollplex_cli.report.memory.measured import measured_phases
 
 
 def write(run: RunFolder, rank: int, step: int, phase: str, peak: int, **objects: int) -> None:
