@@ -8,7 +8,7 @@ from rollplex_cli.core.units import format_bytes
 from rollplex_cli.plan.memory.activations import decoder_layer
 from rollplex_cli.plan.memory.inputs import STATE_BYTES
 from rollplex_cli.plan.memory.ledger import LINK_BYTES_PER_S
-from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, CUDA_OVERHEAD_BYTES, chunk_bytes, foreign_bytes
+from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, chunk_bytes, foreign_bytes, overhead_bytes
 
 if TYPE_CHECKING:
     from rollplex_cli.plan.memory.inputs import MemoryInputs
@@ -48,7 +48,8 @@ def assumptions(inputs: MemoryInputs) -> tuple[str, ...]:
     if inputs.on_gpu:
         found += [
             "Attention never holds scores (FlashAttention), and no allocator's slack is counted",
-            f"Context, decode graphs and communication buffers take {format_bytes(CUDA_OVERHEAD_BYTES)} (an estimate)",
+            f"Context, decode graphs, libraries' workspaces and, with several ranks, communication buffers take "
+            f"{format_bytes(overhead_bytes(inputs))} (measured on one rank, the buffers estimated)",
             f"The host link moves {LINK_BYTES_PER_S / 1e9:.0f} GB/s each way while both ways are busy (measured)",
         ]
     found += [

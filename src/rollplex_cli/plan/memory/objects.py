@@ -26,8 +26,12 @@ CHUNKS_IN_FLIGHT = 3
 """Optimizer chunks on the device: one arrives, one is updated, one leaves."""
 GPU_PAGE_BYTES, CPU_PAGE_BYTES = 2 * 2**20, 4096
 """Least memory that can be mapped or unmapped."""
-CUDA_OVERHEAD_BYTES = 3 * GIB
-"""Context, decode graphs and communication buffers of one GPU process (an estimate)."""
+CONTEXT_BYTES = round(1.5 * GIB)
+"""Context and decode graphs of one GPU process: 1.48 GiB on an H200, 3B shape (tools/gpu/memory_check.py)."""
+WORKSPACE_BYTES = round(0.55 * GIB)
+"""What libraries keep through PyTorch's allocator, cuBLAS above all: 0.54 GiB in the same run."""
+COMMUNICATION_BYTES = 3 * GIB - CONTEXT_BYTES - WORKSPACE_BYTES
+"""Buffers of the collectives' groups, where there are several ranks (an estimate)."""
 VISION_CACHE_BYTES = 512 * 2**20
 """Limit of the rollout on the vision embeddings it keeps."""
 
@@ -87,6 +91,14 @@ def moments(inputs: MemoryInputs) -> tuple[Moment, ...]:
             found.append(table.ref_prefix())
         found.append(table.ref_suffix())
     return (*found, table.actor_suffix(), table.prefix_backward(), table.update(), table.publish())
+
+
+def overhead_bytes(inputs: MemoryInputs) -> int:
+    """What a GPU process takes whatever it computes."""
+    if not inputs.on_gpu:
+        return 0
+    alone = inputs.train_tp * inputs.data_parallel == 1
+    return CONTEXT_BYTES + WORKSPACE_BYTES + (0 if alone else COMMUNICATION_BYTES)
 
 
 class _Table:
@@ -186,7 +198,7 @@ class _Table:
         return activations.prefix_forward(self._inputs)
 
     def _moment(self, name: str, phase: Phase, **objects: int) -> Moment:
-        objects["context_and_graphs"] = CUDA_OVERHEAD_BYTES if self._inputs.on_gpu else 0
+        objects["context_and_graphs"] = overhead_bytes(self._inputs)
         return Moment(name=name, phase=phase, objects={key: objects[key] for key in CLASSES if objects.get(key)})
 
 
