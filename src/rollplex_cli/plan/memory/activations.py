@@ -39,21 +39,23 @@ class Layer:
 def decoder_layer(inputs: MemoryInputs) -> Layer:
     """A layer of the language model on a training rank."""
     shape, tp, size = inputs.shape, inputs.train_tp, inputs.bytes_per_value
-    h, queries = shape.hidden_size, shape.hidden_size // tp
+    h, queries = shape.hidden_size, shape.num_heads * shape.head_dim // tp
     keys = max(1, shape.num_kv_heads // tp) * shape.head_dim
     gate = -(-shape.intermediate_size // tp)
     # Float32: the statistics of both norms, and one log-sum-exp for each query head.
     scalars = FLOAT32_BYTES * (2 + max(1, shape.num_heads // tp))
+    # What the norms of heads read: queries, keys and values as they were projected.
+    projected = queries + 2 * keys if shape.family.head_norms else 0
     return Layer(
         entry=h * size,
-        kept=(4 * h + 2 * queries + 2 * keys + 4 * gate) * size + scalars,
+        kept=(4 * h + 2 * queries + 2 * keys + 4 * gate + projected) * size + scalars,
         backward=(h + 3 * gate) * size,
         forward=(3 * h + 4 * gate) * size,
     )
 
 
 def vision_block(inputs: MemoryInputs) -> Layer:
-    """A block of the vision tower; a row is a patch."""
+    """A block of the vision tower; a row is a patch. One without a gate holds less, and is counted as one with it."""
     shape, tp, size = inputs.shape, inputs.train_tp, inputs.bytes_per_value
     v, inner = shape.vision_hidden_size, -(-shape.vision_width // tp)
     scalars = FLOAT32_BYTES * (2 + max(1, shape.vision_num_heads // tp))
@@ -117,8 +119,10 @@ def scored_suffix(inputs: MemoryInputs) -> int:
 
 
 def stage_inputs(inputs: MemoryInputs) -> int:
-    """The input of every stage of one prefix: patches into vision blocks and projector, tokens into layers."""
-    return _language_inputs(inputs) + _vision_inputs(inputs)
+    """The input of every stage of one prefix: patches into vision blocks and projector, tokens into layers, and the
+    features that stages hand on to the first layers."""
+    features = inputs.shape.num_deepstack * inputs.max_prompt_tokens * decoder_layer(inputs).entry
+    return _language_inputs(inputs) + _vision_inputs(inputs) + features
 
 
 def _language_inputs(inputs: MemoryInputs) -> int:
