@@ -107,8 +107,8 @@ def _trained_model(run: RunFolder, found: Checkpoint, profile: Profile) -> Any:
 def _export_adapters(run: RunFolder, found: Checkpoint, profile: Profile, target: Path, *, merge: bool) -> None:
     import torch
 
-    from rollplex_cli.engines.weights import peft
-    from rollplex_cli.engines.weights.adapters import adapted_modules
+    from rollplex_cli.engines.lora import peft
+    from rollplex_cli.engines.lora.adapters import adapted_modules
     from rollplex_cli.engines.weights.draw import random_seed_of
     from rollplex_cli.engines.weights.export import save_hf
     from rollplex_cli.engines.weights.rounding import rounded

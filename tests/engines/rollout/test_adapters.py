@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from rollplex_cli.engines.lora.adapters import AdaptedReader, LoraSettings
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
 from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
-from rollplex_cli.engines.weights.adapters import AdaptedReader, LoraSettings
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes
 from rollplex_cli.engines.weights.names import ADAPTED_MODULES, is_adapter
 from rollplex_cli.engines.weights.skeleton import build_shards, build_skeleton, load_config, parameter_shapes

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from rollplex_cli.engines.lora.adapters import LoraSettings, attach_adapters
 from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
-from rollplex_cli.engines.weights.adapters import LoraSettings, attach_adapters
 from rollplex_cli.engines.weights.names import ADAPTED_MODULES, is_adapter
 from rollplex_cli.rl.losses import LossSettings, policy_loss
 from rollplex_cli.rl.packing import pack_suffix

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 import conftest as tiny
 
 from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.engines.lora.adapters import LoraSettings, attach_adapters
 from rollplex_cli.engines.trainer.actor import Actor, shard_weights
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
@@ -27,7 +28,6 @@ from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 from rollplex_cli.engines.trainer.sharded import GradientSync, Shard
 from rollplex_cli.engines.trainer.split import SplitModel
-from rollplex_cli.engines.weights.adapters import LoraSettings, attach_adapters
 from rollplex_cli.engines.weights.check import check_published
 from rollplex_cli.engines.weights.exchange import Exchange
 from rollplex_cli.engines.weights.load import fill_homes

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.host import Device
-    from rollplex_cli.engines.weights.adapters import LoraSettings
 
     Rebind = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
     """All parameters as loaded, by SGLang name -> contiguous tensors of equal shapes, types and values instead."""

@@ -18,11 +18,12 @@ from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcCh
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from rollplex_cli.engines.rollout import adapters, patches
+from rollplex_cli.engines.lora import fused
+from rollplex_cli.engines.rollout import patches
 
 if TYPE_CHECKING:
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.args import Rebind
-    from rollplex_cli.engines.weights.adapters import LoraSettings
 
 
 class _NoOutput:
@@ -117,7 +118,7 @@ class HostedScheduler(Scheduler):
         super().init_tp_model_worker()
         model = self.model
         if self._lora is not None:
-            adapters.attach(model, self._lora)
+            fused.attach(model, self._lora)
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             parameter.requires_grad_(False)

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
     from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
-    from rollplex_cli.engines.weights.adapters import LoraSettings
     from rollplex_cli.engines.weights.shards import Box
     from rollplex_cli.memory.pinned import HostMemory
     from rollplex_cli.rl.losses import LossResult

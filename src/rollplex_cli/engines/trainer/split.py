@@ -81,8 +81,7 @@ class SplitModel:
         temperature: logits are divided by it, as at sampling.
         banned_token_ids: columns that the rollout can never sample (media placeholders).
         attention: a key of `ATTENTION`.
-        freeze_vision: the vision tower runs as one stage without a graph; no backward reaches it, nor the embedding
-            where that is frozen too (adapters).
+        freeze_vision: the tower runs as one stage without a graph; no backward reaches it (nor a frozen embedding).
         suffix_kept_layers: layers, from the last, whose suffix activations are kept; None keeps all. The others keep
             their input and run again in the backward. Bit-equal.
     """
@@ -287,9 +286,8 @@ class SplitModel:
 
     def _stages_without_backward(self, prompt: PromptInput) -> int:
         """Stages at the start that no gradient needs to reach: the frozen tower, and the embedding behind it."""
-        if not self._freeze_vision:
-            return 0
-        return (1 if prompt.prompt.media else 0) + (0 if self.weights.embed.requires_grad else 1)
+        words = not self.weights.embed.requires_grad
+        return bool(prompt.prompt.media) + words if self._freeze_vision else 0
 
     def _frozen_vision(self, prompt: PromptInput) -> Stage:
         def run(_: Carry) -> Yield:
@@ -388,9 +386,8 @@ def _run(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tuple[Key
 
 def _backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Backward from those roots, each with its gradient, that depend on something trained."""
-    reached = [(root, grad) for root, grad in pairs if root.requires_grad]
-    if reached:
-        torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])
+    if reached := [pair for pair in pairs if pair[0].requires_grad]:
+        torch.autograd.backward(*(list(part) for part in zip(*reached, strict=True)))
 
 
 def _leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:

@@ -11,7 +11,7 @@ import torch
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
-from rollplex_cli.engines.weights.adapters import attach_adapters
+from rollplex_cli.engines.lora.adapters import attach_adapters
 from rollplex_cli.engines.weights.names import VISION_QKV_PARTS, vision_qkv
 from rollplex_cli.engines.weights.shards import ShardPlan, plan_shards
 from rollplex_cli.plan.families import family_of
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from rollplex_cli.engines.weights.adapters import LoraSettings
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.plan.families import Family
 
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
+from rollplex_cli.engines.lora.adapters import LoraSettings
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
-from rollplex_cli.engines.weights.adapters import LoraSettings
 from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rollplex_cli.engines.lora.adapters import AdaptedReader
 from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
-from rollplex_cli.engines.weights.adapters import AdaptedReader
 from rollplex_cli.engines.weights.draw import RandomReader, random_seed_of
 from rollplex_cli.engines.weights.exchange import foreign_rows
 from rollplex_cli.engines.weights.load import CheckpointReader, fill_homes, fill_parameters

@@ -15,8 +15,8 @@ from rollplex_cli.plan.families import family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.model.parameters import VisionSizes, VisionWeights
-    from rollplex_cli.engines.weights.adapters import LoraSettings
 
 
 class FamilyModule(Protocol):

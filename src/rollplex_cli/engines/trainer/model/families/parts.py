@@ -11,9 +11,9 @@ from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, Sta
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.model.lora import Adapter
     from rollplex_cli.engines.trainer.model.parallel import TensorParallel
-    from rollplex_cli.engines.weights.adapters import LoraSettings
 
 VISION_EPS = 1e-6
 """Of the tower's norms, whatever the configuration says; so it is in the modules of transformers."""

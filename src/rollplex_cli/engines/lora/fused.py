@@ -16,7 +16,7 @@ from torch.nn import functional
 from rollplex_cli.engines.weights.names import ADAPTED_MODULES
 
 if TYPE_CHECKING:
-    from rollplex_cli.engines.weights.adapters import LoraSettings
+    from rollplex_cli.engines.lora.adapters import LoraSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollplex_cli.engines.weights.adapters import adapted_modules
+from rollplex_cli.engines.lora.adapters import adapted_modules
 from rollplex_cli.engines.weights.export import complete_folder
 from rollplex_cli.engines.weights.rounding import rounded
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from rollplex_cli.engines.weights.adapters import LoraSettings
+    from rollplex_cli.engines.lora.adapters import LoraSettings
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from rollplex_cli.core.errors import UsageError
+from rollplex_cli.engines.lora import peft
+from rollplex_cli.engines.lora.adapters import AdaptedReader, LoraSettings, adapted_modules, attach_adapters
 from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.split import SplitModel
-from rollplex_cli.engines.weights import peft
-from rollplex_cli.engines.weights.adapters import AdaptedReader, LoraSettings, adapted_modules, attach_adapters
 from rollplex_cli.engines.weights.names import is_adapter
 from rollplex_cli.engines.weights.shards import Box
 from rollplex_cli.engines.weights.skeleton import build_shards
