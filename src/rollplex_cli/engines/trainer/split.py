@@ -386,8 +386,8 @@ def _run(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tuple[Key
 
 def _backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Backward from those roots, each with its gradient, that depend on something trained."""
-    if reached := [pair for pair in pairs if pair[0].requires_grad]:
-        torch.autograd.backward(*(list(part) for part in zip(*reached, strict=True)))
+    if kept := [pair for pair in pairs if pair[0].requires_grad]:
+        torch.autograd.backward([root for root, _ in kept], [grad for _, grad in kept])
 
 
 def _leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
