@@ -31,7 +31,7 @@ OPTIONS = {
     "logs": {"run", "--follow", "-f", "--rank", "--lines", "-n"},
     "cancel": {"run", "--now"},
     "report": {"run", "--json"},
-    "export": {"run", "--to", "--best", "--json"},
+    "export": {"run", "--to", "--best", "--merge", "--json"},
     "profile-memory": SHARED | {"--weights", "--ablate", "--plot", "--samples"},
     "profiles": set(),
     "profiles ls": {"--json"},

@@ -57,6 +57,23 @@ def test_without_kl_there_is_no_reference() -> None:
     assert plan.memory.host_bytes < plan_of("qwen25vl7b").memory.host_bytes
 
 
+def test_adapters_leave_no_second_copy_and_little_to_update() -> None:
+    """Rank 32 of the 7B shape, hand-worked: hidden 3584, KV width 512, MLP 18944, 28 layers."""
+    plan = plan_of("lora")
+    objects = {item.name: item.phases for item in plan.memory.objects}
+    # q and o: both sides 3584; k and v: 3584 and 512; gate, up, down: 3584 and 18944
+    trained = 28 * 32 * (2 * 2 * 3584 + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert trained == 80_740_352
+    assert objects["gradients"]["UPDATE"] == 4 * trained
+    assert {item.name: item.bytes for item in plan.memory.host_objects}["optimizer_state"] == 12 * trained
+    assert not any(item.name == "reference_copy" for item in plan.memory.host_objects)
+    assert "reference_weights" not in objects and "reference_boundary" in objects
+    full = plan_of("lora", "lora=null")
+    extra = {item.name: item.phases for item in full.memory.objects}["reference_weights"]["LEARN"]
+    assert objects["snapshot"]["LEARN"] == extra + 2 * trained
+    assert plan.memory.peak_bytes < full.memory.peak_bytes - extra
+
+
 @settings(deadline=None)
 @given(ahead=st.integers(1, 32), tokens=st.integers(64, 4096))
 def test_holding_fewer_prefixes_or_shorter_prompts_never_costs_memory(ahead: int, tokens: int) -> None:

@@ -103,6 +103,34 @@ def test_faults_of_algorithms(overrides: list[str], expected: str) -> None:
     assert expected in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["lora.rank=8", "lora.dropout=0.1"],
+            "lora.dropout: got 0.1, expected 0: with dropout the trainer's",
+        ),
+        (["lora.targets=[]"], "lora.targets: got an empty list"),
+        (["lora.targets=[q_proj, v_proj, q_proj]"], "lora.targets: got `q_proj` twice"),
+        (["lora.targets=[qkv]"], "lora.targets.0: got the text `qkv`, expected `q_proj`, `k_proj`"),
+        (["lora.rank=0"], "lora.rank: got 0, expected an integer >= 1"),
+        (["lora.alpa=1"], "lora.alpa: unknown key, did you mean `alpha`?"),
+    ],
+)
+def test_faults_of_adapters(overrides: list[str], expected: str) -> None:
+    with pytest.raises(ProfileError) as caught:
+        load_profile("tiny", overrides)
+    assert expected in caught.value.message
+
+
+def test_adapters_are_off_unless_asked_for() -> None:
+    plain, own = load_profile("tiny"), load_profile("tiny", ["lora.rank=4", "lora.targets=[v_proj]"])
+    assert plain.lora is None
+    assert own.lora is not None
+    assert (own.lora.rank, own.lora.alpha, own.lora.targets) == (4, 32.0, ("v_proj",))
+    assert parse_profile(resolved_yaml(own), "again") == own
+
+
 def test_a_named_algorithm_sets_what_the_profile_does_not() -> None:
     plain, own = load_profile("tiny"), load_profile("tiny", ["algorithm.name=dapo", "algorithm.clip_high=0.5"])
     assert (plain.algorithm.clip_high, plain.algorithm.skip_zero_variance) == (0.2, False)

@@ -70,6 +70,10 @@ KEYS = {
     "logging.token_logprobs",
     "logging.wandb",
     "logging.wandb_project",
+    "lora.alpha",
+    "lora.dropout",
+    "lora.rank",
+    "lora.targets",
     "memory.budget_gib",
     "memory.host_budget_gib",
     "memory.residency",
@@ -139,6 +143,6 @@ def test_keys() -> None:
 
 def test_every_section_is_frozen_and_refuses_unknown_keys() -> None:
     sections = [kind for kind in vars(schema).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    assert len(sections) == 18
+    assert len(sections) == 19
     for section in sections:
         assert section.__dataclass_params__.frozen  # type: ignore[attr-defined]

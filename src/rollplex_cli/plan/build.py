@@ -143,6 +143,7 @@ def _objects(moment: Moment) -> list[dict[str, Any]]:
 def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, tasks: TaskCounts) -> MemoryInputs:
     schedule, rollout = profile.schedule, profile.rollout
     overlap = schedule.name == "rollplex"
+    lora = profile.lora
     return MemoryInputs(
         shape=shape,
         train_tp=topology.train_tp,
@@ -162,12 +163,13 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         early_groups=overlap and schedule.early_groups and profile.algorithm.advantage != "batch_std",
         prefix_activations=schedule.prefix_activations,
         suffix_kept_layers=schedule.suffix_kept_layers,
-        freeze_vision=profile.model.freeze_vision,
+        freeze_vision=profile.model.freeze_vision or lora is not None,
         chunk_elements=profile.optimizer.chunk_elements,
         master=profile.optimizer.master,
         prompt_cache_bytes=round(profile.data.cache_gib * GIB),
         on_gpu=profile.topology.device == "cuda",
         resident=profile.memory.residency == "resident",
+        adapter_parameters=0 if lora is None else shape.adapter_parameters(lora.rank, lora.targets, topology.train_tp),
     )
 
 

@@ -11,6 +11,7 @@ from rollplex_cli.core.resources import model_config_folder, model_config_names
 from rollplex_cli.plan.families import family_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from rollplex_cli.plan.families import Family
@@ -88,6 +89,18 @@ class ModelShape:
     def shard_parameters(self, degree: int) -> int:
         """Elements that one rank of a tensor-parallel group holds, pad included."""
         return sum(shard_count(group, degree, self.num_kv_heads) for group in self.groups())
+
+    def adapter_parameters(self, rank: int, targets: Sequence[str], degree: int) -> int:
+        """Elements of LoRA adapters that one rank of a tensor-parallel group trains: per projection and layer A
+        [rank, in] and B [out, rank], one of the two cut by the degree and the other whole."""
+        h, m = self.hidden_size, self.intermediate_size
+        q, kv = self.num_heads * self.head_dim // degree, max(1, self.num_kv_heads // degree) * self.head_dim
+        # rank x (whole side + this rank's share of the cut side)
+        sides = {
+            "q_proj": h + q, "k_proj": h + kv, "v_proj": h + kv, "o_proj": q + h,
+            "gate_proj": h + m // degree, "up_proj": h + m // degree, "down_proj": m // degree + h,
+        }  # fmt: skip
+        return self.num_layers * rank * sum(sides[target] for target in targets)
 
     def kv_bytes_per_token(self, degree: int, bytes_per_value: int) -> int:
         """Keys and values of one token on one rank of a tensor-parallel group."""

@@ -35,6 +35,7 @@ OWN_FLAGS = (
 def faults(profile: Profile) -> Iterator[tuple[str, str]]:
     """Key path and text of every fault across keys of a profile whose single values are valid."""
     yield from _algorithm(profile)
+    yield from _lora(profile)
     yield from _topology(profile)
     yield from _lengths(profile)
     yield from _schedule(profile)
@@ -90,6 +91,22 @@ def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
             f"({profile.rollout.max_new_tokens})"
         )
         yield "algorithm.overlong_buffer_tokens", text
+
+
+def _lora(profile: Profile) -> Iterator[tuple[str, str]]:
+    lora = profile.lora
+    if lora is None:
+        return
+    if lora.dropout:
+        text = (
+            f"got {lora.dropout:g}, expected 0: with dropout the trainer's log-probs would be those of another policy "
+            "than the one that sampled"
+        )
+        yield "lora.dropout", text
+    if not lora.targets:
+        yield "lora.targets", "got an empty list, expected at least one projection"
+    for target in sorted({t for t in lora.targets if lora.targets.count(t) > 1}):
+        yield "lora.targets", f"got `{target}` twice"
 
 
 def _minibatches(profile: Profile) -> Iterator[tuple[str, str]]:

@@ -36,4 +36,6 @@ def resolved_yaml(profile: Profile) -> str:
     """The profile as YAML text with all keys; `parse_profile` reads an equal profile from it."""
     values = dataclasses.asdict(profile)
     values["optimizer"]["betas"] = list(values["optimizer"]["betas"])
+    if values["lora"] is not None:
+        values["lora"]["targets"] = list(values["lora"]["targets"])
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-STRICT = ConfigDict(extra="forbid", strict=True)
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-# YAML writes `1` where 1.0 is meant, and PyYAML reads `1e-4` as text: the loader turns both into floats first.
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
+from rollplex_cli.profile.lora import LoraProfile
+from rollplex_cli.profile.types import (
+    STRICT,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -363,6 +364,7 @@ class Profile:
     description: str = ""
     task: TaskProfile
     model: ModelProfile
+    lora: LoraProfile | None = None
     topology: TopologyProfile = Field(default_factory=TopologyProfile)
     data: DataProfile = Field(default_factory=DataProfile)
     rollout: RolloutProfile = Field(default_factory=RolloutProfile)

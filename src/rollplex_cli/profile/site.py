@@ -10,7 +10,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rollplex_cli.profile.schema import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
+from rollplex_cli.profile.types import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "trainer"))
 import conftest as tiny
 
 from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.engines.lora.adapters import LoraSettings, attach_adapters
 from rollplex_cli.engines.trainer.actor import Actor, shard_weights
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
 from rollplex_cli.engines.trainer.adamw.streaming import StreamingAdamW
@@ -30,6 +31,7 @@ from rollplex_cli.engines.trainer.split import SplitModel
 from rollplex_cli.engines.weights.check import check_published
 from rollplex_cli.engines.weights.exchange import Exchange
 from rollplex_cli.engines.weights.load import fill_homes
+from rollplex_cli.engines.weights.names import ADAPTED_MODULES, is_adapter
 from rollplex_cli.engines.weights.shards import Box, ShardPlan
 from rollplex_cli.engines.weights.skeleton import build_shards
 from rollplex_cli.engines.weights.views import bind_views
@@ -62,12 +64,12 @@ class Groups:
 class Sharded:
     """This rank's shard of a whole model, in hand-made rollout tensors."""
 
-    def __init__(self, whole: Any, topology: Topology, groups: Groups) -> None:
+    def __init__(self, whole: Any, topology: Topology, groups: Groups, lora: LoraSettings | None = None) -> None:
         self.topology, self.groups = topology, groups
         place = topology.places[dist.get_rank()]
         self.module, self.plan = build_shards(
             whole.config, whole.dtype, train_tp=topology.train_tp, training_shard=place.training_shard,
-            rollout_tp=topology.rollout_tp,
+            rollout_tp=topology.rollout_tp, lora=lora,
         )  # fmt: skip
         self.homes = empty_homes(self.plan, whole.dtype)
         values = {name: param.detach() for name, param in whole.named_parameters()}
@@ -113,14 +115,20 @@ def backward_of_group(split: SplitModel, seed: int, mode: Any) -> torch.Tensor:
     return logprobs.detach()
 
 
-def check_gradients(whole: Any, sharded: Sharded, tolerance: float, mode: Any, kept: int | None) -> None:
-    """Log-probs and every gradient equal those of the whole model, with `kept` layers' suffix activations kept."""
+def check_gradients(
+    whole: Any, sharded: Sharded, tolerance: float, mode: Any, kept: int | None, lora: LoraSettings | None = None
+) -> None:
+    """Log-probs and every gradient (of adapters alone, where there are any) equal those of the whole model, with `kept`
+    layers' suffix activations kept."""
     whole.zero_grad()
+    for name, param in [*whole.named_parameters(), *sharded.module.named_parameters()]:
+        param.requires_grad_(lora is None or is_adapter(name))
     options: dict[str, Any] = {"temperature": 0.7, "banned_token_ids": (tiny.VIDEO, tiny.IMAGE)}
-    reference = SplitModel(model_weights(whole), **options)
-    params = dict(sharded.module.named_parameters())
+    options["freeze_vision"] = lora is not None
+    reference = SplitModel(model_weights(whole, lora=lora), **options)
+    params = {name: param for name, param in sharded.module.named_parameters() if param.requires_grad}
     arena = GradientArena(params)
-    split = SplitModel(shard_weights(sharded.module, sharded.shard), suffix_kept_layers=kept, **options)
+    split = SplitModel(shard_weights(sharded.module, sharded.shard, lora), suffix_kept_layers=kept, **options)
     expected, got = backward_of_group(reference, 3, "keep"), backward_of_group(split, 3, mode)
     assert (expected - got).abs().max() < tolerance, (expected - got).abs().max()
     prompt, (response,) = tiny.make_prompt(5, [(2, 8, 4)]), tiny.make_responses(5, [6])
@@ -129,8 +137,10 @@ def check_gradients(whole: Any, sharded: Sharded, tolerance: float, mode: Any, k
     assert full.abs().max() < tolerance
     sync = GradientSync(sharded.shard, arena)
     sync.synchronize()
-    grads = {name: param.grad for name, param in whole.named_parameters()}
+    grads = {name: param.grad for name, param in whole.named_parameters() if param.requires_grad}
     for name, placement in sharded.plan.placements.items():
+        if name not in params:
+            continue
         wanted = boxed(grads[placement.tensor], placement.box)
         assert wanted.abs().max() > 10 * tolerance, name
         error = (wanted - params[name].grad).abs().max()
@@ -151,6 +161,45 @@ def gradients(rank: int) -> None:
         for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
             whole = tiny.tiny_model(dtype, tied=train_tp == 2, intermediate=190, kv_heads=kv_heads)
             check_gradients(whole, Sharded(whole, topology, groups), tolerance, next(modes), next(kept))
+
+
+def adapted_model(dtype: torch.dtype, kv_heads: int, lora: LoraSettings) -> Any:
+    """A whole model with adapters far from zero."""
+    whole = tiny.tiny_model(dtype, kv_heads=kv_heads)
+    attach_adapters(whole, lora)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, param in whole.named_parameters():
+            if is_adapter(name):
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.2)
+    return whole
+
+
+def adapters(rank: int) -> None:
+    """The same with adapters beside frozen weights; then updates, exchange and check, only adapters being sent. Without
+    the sum of their partial gradients the copies drift apart."""
+    lora = LoraSettings(rank=3, alpha=6.0, targets=tuple(ADAPTED_MODULES))
+    modes = itertools.cycle(MODES)
+    for train_tp, rollout_tp, kv_heads in [(2, 1, 1), (4, 2, 2), (4, 1, 2)]:
+        topology = build_topology(1, 4, train_tp, rollout_tp)
+        groups = Groups(topology, kv_heads)
+        whole = adapted_model(torch.float64, kv_heads, lora)
+        check_gradients(whole, Sharded(whole, topology, groups, lora), 1e-12, next(modes), 1, lora)
+    sharded = Sharded(adapted_model(torch.float32, 2, lora), topology, groups, lora)
+    actor = make_actor(sharded, lora)
+    exchange = Exchange(sharded.plan, sharded.homes, groups.exchange, trained=actor.named_parameters())
+    assert exchange.transfers and all("lora_" in transfer.home for transfer in exchange.transfers)
+    sync = actor._optimizer._sync
+    assert sync is not None and sync._partial
+    for step in range(2):
+        train_step(actor, step, lambda _: True)
+        exchange.run()
+        if step == 0:
+            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+            sync._partial = []
+    with pytest.raises(RunFailedError, match="published weights are wrong"):
+        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+    actor.close()
 
 
 class Alone:
@@ -184,7 +233,7 @@ class Alone:
         return SimpleNamespace(grad_norm=self._optimizer.grad_norm)
 
 
-def make_actor(sharded: Sharded) -> Actor:
+def make_actor(sharded: Sharded, lora: LoraSettings | None = None) -> Actor:
     """An actor over the shard, the ranks of its data-parallel group being its peers."""
     return Actor(
         sharded.module,
@@ -193,6 +242,7 @@ def make_actor(sharded: Sharded) -> Actor:
         prefix_activations="host",
         data_parallel_group=sharded.groups.data,
         shard=sharded.shard,
+        lora=lora,
     )
 
 
@@ -319,7 +369,7 @@ def main(rank: int, world: int, store: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in (gradients, publishes, drift):
+    for check in (gradients, publishes, drift, adapters):
         check(rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The reference policy: the same split forward over frozen weights of its own, log-probs only."""
+"""The reference policy: the same split forward over frozen weights, log-probs only."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from rollplex_cli.engines.trainer.actor import shard_weights
 from rollplex_cli.engines.trainer.split import SplitModel
+from rollplex_cli.engines.weights.names import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,7 +23,8 @@ class Reference:
     """Scores responses under weights that never change.
 
     Args:
-        hf_model: a module whose parameters nobody writes; they are frozen here.
+        hf_model: a module whose weights nobody writes; they are frozen here. Its adapters, if it has any, are left
+            alone and not read: the base of an actor with adapters is its reference, and takes no memory.
         temperature: of the rollout, so that log-probs compare with the policy's.
         banned_token_ids: as the actor's.
         attention: as the actor's.
@@ -38,7 +40,9 @@ class Reference:
         attention: str = "sdpa",
         shard: Shard | None = None,
     ) -> None:
-        hf_model.requires_grad_(False)
+        for name, parameter in hf_model.named_parameters():
+            if not is_adapter(name):
+                parameter.requires_grad_(False)
         self._split = SplitModel(
             shard_weights(hf_model, shard),
             temperature=temperature,

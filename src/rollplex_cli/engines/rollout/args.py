@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.host import Device
 
     Rebind = Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
@@ -54,6 +55,8 @@ class RolloutOptions:
     run_ahead: bool = False
     """Launch a step's batch before the tokens of the one before are read: the device never waits for Python, a response
     that ends takes part in one batch more, and its end is seen one step later. Costs time on the CPU."""
+    lora: LoraSettings | None = None
+    """Adapters beside the weights, zero until they are written."""
     rebind: Rebind | None = None
     """Places the parameters elsewhere, before the KV pool and the decode graphs exist."""
     kv_buffers: KvBuffers | None = None

@@ -75,7 +75,9 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
     try:
         with _untouched(), torch.no_grad(), on_stream(options):
             args = server_args(options, len(replicas[0]))
-            built = HostedScheduler(args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind)
+            built = HostedScheduler(
+                args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind, lora=options.lora
+            )
     except BaseException:
         release()
         raise

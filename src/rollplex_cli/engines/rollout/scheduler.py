@@ -18,9 +18,11 @@ from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcCh
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 from sglang.srt.mem_cache.common import release_kv_cache
 
+from rollplex_cli.engines.lora import fused
 from rollplex_cli.engines.rollout import patches
 
 if TYPE_CHECKING:
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.args import Rebind
 
 
@@ -52,8 +54,10 @@ class HostedScheduler(Scheduler):
     schedule_stream: Any
     """Where batches are prepared; running ahead, another stream than the one they run on."""
 
-    def __init__(self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None) -> None:
-        self._rebind = rebind
+    def __init__(
+        self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None, lora: LoraSettings | None = None
+    ) -> None:
+        self._rebind, self._lora = rebind, lora
         super().__init__(
             server_args,
             SimpleNamespace(nccl_port=0),
@@ -113,6 +117,8 @@ class HostedScheduler(Scheduler):
         """Load the model, then place its weights before pools and decode graphs take their addresses."""
         super().init_tp_model_worker()
         model = self.model
+        if self._lora is not None:
+            fused.attach(model, self._lora)
         parameters = dict(model.named_parameters())
         for parameter in parameters.values():
             parameter.requires_grad_(False)

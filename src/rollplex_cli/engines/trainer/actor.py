@@ -16,6 +16,7 @@ from rollplex_cli.engines.trainer.arena import GradientArena
 from rollplex_cli.engines.trainer.model.families.gather import model_weights
 from rollplex_cli.engines.trainer.sharded import GradientSync
 from rollplex_cli.engines.trainer.split import SplitModel
+from rollplex_cli.engines.weights.names import is_adapter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
     from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
@@ -85,6 +87,7 @@ class Actor:
         host: page-locked memory within a budget, for the optimizer's state; None takes PyTorch's.
         staging: device memory for the duration of an update (`StreamingAdamW`); None takes it from PyTorch.
         gradient_memory: holds the gradient arena; None leaves it to PyTorch.
+        lora: train the module's adapters alone; everything else, the vision tower included, is left as it is.
 
     Raises ValueError where no default torch.distributed group exists, DoesNotFitError where the optimizer's state
     does not fit the host.
@@ -106,15 +109,18 @@ class Actor:
         host: HostMemory | None = None,
         staging: Callable[[int], torch.Tensor] | None = None,
         gradient_memory: FlatMemory | None = None,
+        lora: LoraSettings | None = None,
     ) -> None:
         from rollplex_cli.engines.trainer.deepspeed_engine import TrainingEngine
 
-        if freeze_vision:
+        if freeze_vision or lora is not None:
             for name, parameter in hf_model.named_parameters():
-                parameter.requires_grad_(not is_vision(name))
+                parameter.requires_grad_(is_adapter(name) if lora is not None else not is_vision(name))
         self._params: dict[str, torch.nn.Parameter] = {
             name: parameter for name, parameter in hf_model.named_parameters() if parameter.requires_grad
         }
+        self.trains_adapters = lora is not None
+        """Whether adapters are trained, and nothing else."""
         self._mode = prefix_activations
         self._arena = GradientArena(self._params, gradient_memory)
         self.shard = shard
@@ -137,11 +143,11 @@ class Actor:
         # The engine has broadcast rank 0's parameters by now.
         self._optimizer.read_parameters()
         self.split = SplitModel(
-            shard_weights(hf_model, shard),
+            shard_weights(hf_model, shard, lora),
             temperature=temperature,
             banned_token_ids=banned_token_ids,
             attention=attention,
-            freeze_vision=freeze_vision,
+            freeze_vision=freeze_vision or lora is not None,
             suffix_kept_layers=suffix_kept_layers,
         )
 
@@ -251,8 +257,8 @@ class Actor:
         self._optimizer.close()
 
 
-def shard_weights(hf_model: Any, shard: Shard | None) -> ModelWeights:
-    """The forward's weights of a module: whole, or a rank's shard."""
+def shard_weights(hf_model: Any, shard: Shard | None, lora: LoraSettings | None = None) -> ModelWeights:
+    """The forward's weights of a module: whole, or a rank's shard; with its adapters where `lora` is given."""
     if shard is None:
-        return model_weights(hf_model)
-    return model_weights(hf_model, shard.parallel, shard.plan.vocab_start)
+        return model_weights(hf_model, lora=lora)
+    return model_weights(hf_model, shard.parallel, shard.plan.vocab_start, lora=lora)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rollplex_cli.engines.trainer.arena import ALIGNMENT
 from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel
+from rollplex_cli.engines.weights.names import is_adapter
 from rollplex_cli.engines.weights.staged import whole
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ class GradientSync:
 
     A rank sees the gradient of a key/value head from its own query heads only, so ranks that share a head add theirs
     up. Gradients of replicated parameters are whole on every rank and equal but for kernels that add in no fixed
-    order; their mean keeps the copies from drifting apart.
+    order; their mean keeps the copies from drifting apart. Adapter factors held whole on every rank are the
+    exception: each rank sees what went through its own part of the other factor, so theirs are added up.
     """
 
     def __init__(self, shard: Shard, arena: GradientArena) -> None:
@@ -46,7 +48,9 @@ class GradientSync:
         slots = {slot.name: slot for slot in arena.layout.slots}
         # What is frozen has no gradients.
         placements = {name: p for name, p in shard.plan.placements.items() if name in slots}
-        self._replicated = [slots[n] for n, p in placements.items() if p.split == "replicated"]
+        replicated = [n for n, p in placements.items() if p.split == "replicated"]
+        self._replicated = [slots[n] for n in replicated if not is_adapter(n)]
+        self._partial = [slots[n] for n in replicated if is_adapter(n)]
         self._shared = [slots[n] for n, p in placements.items() if p.split == "kv_rows" and p.sharers > 1]
         if self._shared and shard.kv_group is None:
             raise ValueError("ranks share key/value heads: the shard needs their group")
@@ -59,6 +63,7 @@ class GradientSync:
             return
         self._reduce(self._shared, self._shard.kv_group, 1.0)
         self._reduce(self._replicated, parallel.group, 1.0 / parallel.size)
+        self._reduce(self._partial, parallel.group, 1.0)
 
     def norm(self) -> float:
         """Global L2 norm over the training group, each parameter counted once; equal on all its ranks."""

@@ -81,7 +81,7 @@ class SplitModel:
         temperature: logits are divided by it, as at sampling.
         banned_token_ids: columns that the rollout can never sample (media placeholders).
         attention: a key of `ATTENTION`.
-        freeze_vision: the vision tower runs as one stage without a graph; no backward reaches it.
+        freeze_vision: the tower runs as one stage without a graph; no backward reaches it (nor a frozen embedding).
         suffix_kept_layers: layers, from the last, whose suffix activations are kept; None keeps all. The others keep
             their input and run again in the backward. Bit-equal.
     """
@@ -176,7 +176,8 @@ class SplitModel:
         if any(g is None for g in grads):
             raise ValueError("no suffix backward has reached the boundary of this group")
         if state.mode == "keep":
-            torch.autograd.backward([t for pair in state.outputs for t in pair], grads)
+            outputs = [t for pair in state.outputs for t in pair]
+            _backward([(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None])
         else:
             self._staged_backward(state, [g for g in grads if g is not None])
         state.release()
@@ -283,6 +284,11 @@ class SplitModel:
         stages += [self._layer_stage(index, angles, rows, index == last) for index in range(last + 1)]
         return stages
 
+    def _stages_without_backward(self, prompt: PromptInput) -> int:
+        """Stages at the start that no gradient needs to reach: the frozen tower, and the embedding behind it."""
+        words = not self.weights.embed.requires_grad
+        return bool(prompt.prompt.media) + words if self._freeze_vision else 0
+
     def _frozen_vision(self, prompt: PromptInput) -> Stage:
         def run(_: Carry) -> Yield:
             with torch.no_grad():
@@ -319,19 +325,21 @@ class SplitModel:
                 last_input = stages[-2](inputs[-1])[0] if len(stages) > 1 else ()
             inputs.append(last_input)
         carry_grads: tuple[torch.Tensor | None, ...] = ()
-        without_backward = 1 if self._freeze_vision and state.input.prompt.media else 0
+        without_backward = self._stages_without_backward(state.input)
         while len(stages) > without_backward:
             stage, saved = stages.pop(), inputs.pop()
             # Detached, because what a stage only hands on is one tensor in the inputs of several.
-            entry = tuple(tensor.to(self.weights.device).detach().requires_grad_() for tensor in saved)
+            entry = tuple(tensor.to(self.weights.device).detach() for tensor in saved)
+            if len(stages) > without_backward:
+                for tensor in entry:
+                    tensor.requires_grad_()
             with torch.enable_grad():
                 carry, own = stage(entry)
             pairs = list(zip(carry, carry_grads, strict=True)) if carry_grads else []
             if own is not None:
                 pairs += zip(own, grads[-2:], strict=True)
                 del grads[-2:]
-            reached = [(root, grad) for root, grad in pairs if grad is not None]
-            torch.autograd.backward([root for root, _ in reached], [grad for _, grad in reached])
+            _backward([(root, grad) for root, grad in pairs if grad is not None])
             carry_grads = tuple(tensor.grad for tensor in entry)
 
 
@@ -374,6 +382,12 @@ def _run(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tuple[Key
         if own is not None:
             boundary.append(own)
     return tuple(boundary)
+
+
+def _backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Backward from those roots, each with its gradient, that depend on something trained."""
+    if kept := [pair for pair in pairs if pair[0].requires_grad]:
+        torch.autograd.backward([root for root, _ in kept], [grad for _, grad in kept])
 
 
 def _leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:

@@ -17,7 +17,7 @@ from rollplex_cli.engines.weights.staged import staged, whole
 from rollplex_cli.plan.weights import STAGING_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from rollplex_cli.engines.weights.shards import HomePart, ShardPlan
 
@@ -74,6 +74,7 @@ class Exchange:
         plan: the rank's plan.
         rollout_params: the rollout engine's tensors, rewritten in place.
         group: the q ranks of the same rollout shard, in replica order; None where q is 1.
+        trained: names of the parameters under training; tensors without any are never sent. None takes all.
         skip: tests leave out transfers with it; nothing else may.
     """
 
@@ -83,11 +84,13 @@ class Exchange:
         rollout_params: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None,
         *,
+        trained: Collection[str] | None = None,
         skip: Callable[[Transfer], bool] = lambda _transfer: False,
     ) -> None:
         self._replicas, self._replica, self._group = plan.replicas, plan.replica, group
         self._homes = {name: rollout_params[name] for name in plan.homes}
-        self.transfers = tuple(t for t in plan_transfers(plan) if not skip(t))
+        written = {p.home for name, p in plan.placements.items() if trained is None or name in trained}
+        self.transfers = tuple(t for t in plan_transfers(plan) if t.home in written and not skip(t))
         if self.transfers and (group is None or dist.get_world_size(group) != plan.replicas):
             raise ValueError(f"the exchange group needs {plan.replicas} ranks")
 

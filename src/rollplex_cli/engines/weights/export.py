@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,8 @@ from rollplex_cli.engines.weights.names import is_padded_vision_mlp
 from rollplex_cli.engines.weights.skeleton import build_skeleton, load_config, quiet_transformers, vision_mlp_width
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
 
 # Written anew; everything else beside a source checkpoint (tokenizer, processor, template, generation) is copied.
@@ -27,18 +30,30 @@ def save_hf(hf_model: Any, directory: Path, source_dir: Path) -> None:
     Raises:
         UsageError: `directory` exists already.
     """
-    if directory.exists():
-        raise UsageError(f"the folder exists already: {directory}")
-    config = load_config(source_dir)
-    state = unpadded_state(hf_model, vision_mlp_width(config))
-    shell = build_skeleton(config, hf_model.dtype, pad_vision=False)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with complete_folder(directory) as partial:
+        config = load_config(source_dir)
+        state = unpadded_state(hf_model, vision_mlp_width(config))
+        shell = build_skeleton(config, hf_model.dtype, pad_vision=False)
         with quiet_transformers():
             shell.save_pretrained(partial, state_dict=state)
         _copy_companions(source_dir, partial)
+
+
+@contextmanager
+def complete_folder(directory: Path) -> Iterator[Path]:
+    """A folder to write to, which takes the name `directory` once all of it is on the disk.
+
+    Raises:
+        UsageError: `directory` exists already.
+    """
+    if directory.exists():
+        raise UsageError(f"the folder exists already: {directory}")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.parent / f".{directory.name}.partial-{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    try:
+        yield partial
         _sync(partial)
         partial.rename(directory)
     finally:

@@ -61,10 +61,41 @@ _RULES: tuple[tuple[str, str, int | None, Split], ...] = (
     (_MERGERS + r"linear_fc2\.weight", r"visual.\1.linear_fc2.weight", None, "columns"),
     (_MERGERS + r"linear_fc2\.bias", r"visual.\1.linear_fc2.bias", None, "replicated"),
 )
-_PADDED = re.compile(_VISION + r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|down_proj\.weight)")
-_QKV = re.compile(r"(" + _VISION + r"attn\.qkv)\.(?:([012])\.)?(weight|bias)")
-_COMPILED = tuple((re.compile(pattern), target, part, split) for pattern, target, part, split in _RULES)
+# (block, module, fused module of the rollout engine, position in its stack or None, split of the module's weight).
+_ADAPTED: tuple[tuple[str, str, str, int | None, Split], ...] = (
+    ("self_attn", "q_proj", "qkv_proj", 0, "rows"),
+    ("self_attn", "k_proj", "qkv_proj", 1, "kv_rows"),
+    ("self_attn", "v_proj", "qkv_proj", 2, "kv_rows"),
+    ("self_attn", "o_proj", "o_proj", None, "columns"),
+    ("mlp", "gate_proj", "gate_up_proj", 0, "rows"),
+    ("mlp", "up_proj", "gate_up_proj", 1, "rows"),
+    ("mlp", "down_proj", "down_proj", None, "columns"),
+)
 
+
+def _adapter_rules() -> tuple[tuple[str, str, int | None, Split], ...]:
+    """Rules of LoRA's factors: A [rank, in] is cut where the input is, B [out, rank] where the output is."""
+    rules: list[tuple[str, str, int | None, Split]] = []
+    for block, module, fused, part, split in _ADAPTED:
+        cuts: tuple[tuple[str, Split], ...] = (
+            ("A", "columns" if split == "columns" else "replicated"),
+            ("B", "replicated" if split == "columns" else split),
+        )
+        for factor, cut in cuts:
+            pattern = _TEXT + rf"{block}\.{module}\.lora_{factor}\.weight"
+            rules.append((pattern, _LAYER + f"{block}.{fused}.lora_{factor}", part, cut))
+    return tuple(rules)
+
+
+_PADDED = re.compile(_VISION + r"mlp\.(?:(?:gate|up)_proj\.(?:weight|bias)|down_proj\.weight)")
+_ADAPTER = re.compile(r".*\.lora_[AB]\.weight")
+_QKV = re.compile(r"(" + _VISION + r"attn\.qkv)\.(?:([012])\.)?(weight|bias)")
+_COMPILED = tuple(
+    (re.compile(pattern), target, part, split) for pattern, target, part, split in (*_RULES, *_adapter_rules())
+)
+
+ADAPTED_MODULES: dict[str, tuple[str, str, int | None]] = {row[1]: (row[0], row[2], row[3]) for row in _ADAPTED}
+"""Modules of a decoder layer that may have an adapter: block, fused module of the rollout engine, place in it."""
 VISION_QKV_PARTS = 3
 VOCAB_ROWS = frozenset({"model.embed_tokens.weight", "lm_head.weight", "visual.pos_embed.weight"})
 """Rollout tensors whose rows may be padded beyond the vocabulary, or beyond the table of positions."""
@@ -91,6 +122,11 @@ def rollout_location(hf_name: str) -> Location:
 def is_padded_vision_mlp(hf_name: str) -> bool:
     """Whether the parameter's width is the padded one of the vision MLPs."""
     return _PADDED.fullmatch(hf_name) is not None
+
+
+def is_adapter(hf_name: str) -> bool:
+    """Whether the parameter is a factor of a LoRA adapter."""
+    return _ADAPTER.fullmatch(hf_name) is not None
 
 
 def vision_qkv(name: str) -> tuple[str, int | None] | None:

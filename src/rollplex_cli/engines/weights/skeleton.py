@@ -11,6 +11,7 @@ import torch
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.data.compat import ensure_torchvision
+from rollplex_cli.engines.lora.adapters import attach_adapters
 from rollplex_cli.engines.weights.names import VISION_QKV_PARTS, vision_qkv
 from rollplex_cli.engines.weights.shards import ShardPlan, plan_shards
 from rollplex_cli.plan.families import family_of
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.plan.families import Family
 
 
@@ -71,9 +73,15 @@ def build_skeleton(config: Any, dtype: torch.dtype, *, pad_vision: bool = True) 
 
 
 def build_shards(
-    config: Any, dtype: torch.dtype, *, train_tp: int = 1, training_shard: int = 0, rollout_tp: int = 1
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    train_tp: int = 1,
+    training_shard: int = 0,
+    rollout_tp: int = 1,
+    lora: LoraSettings | None = None,
 ) -> tuple[Any, ShardPlan]:
-    """A meta module with the parameters that one rank trains, and their plan.
+    """A meta module with the parameters of one rank (and the adapters that it trains, with `lora`), and their plan.
 
     At `train_tp` above 1 parameters have the shapes of the shard, and the stacked q, k and v of the vision tower are
     three parameters, `attn.qkv.0` to `attn.qkv.2`: inside a wider rollout shard they are not neighbours. Such a module
@@ -83,6 +91,8 @@ def build_shards(
         UsageError: a degree that does not divide some width of the model.
     """
     model = build_skeleton(config, dtype)
+    if lora is not None:
+        attach_adapters(model, lora)
     shapes = parameter_shapes(model)
     plan = plan_shards(config, shapes, train_tp=train_tp, training_shard=training_shard, rollout_tp=rollout_tp)
     if train_tp == 1:

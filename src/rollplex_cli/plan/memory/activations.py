@@ -74,7 +74,10 @@ def patches(inputs: MemoryInputs) -> int:
 
 
 def weight_gradient(inputs: MemoryInputs, elements: int) -> int:
-    """One weight's gradient before it is added to the arena: as computed, and cast to float32."""
+    """One weight's gradient before it is added to the arena: as computed, and cast to float32. Beside adapters there is
+    none, and theirs are too small to count."""
+    if inputs.adapter_parameters:
+        return 0
     size = inputs.bytes_per_value
     return elements * (size + (FLOAT32_BYTES if size < FLOAT32_BYTES else 0))
 

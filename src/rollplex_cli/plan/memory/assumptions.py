@@ -39,11 +39,13 @@ def assumptions(inputs: MemoryInputs) -> tuple[str, ...]:
         )
     if inputs.resident:
         found.append("`memory.residency: resident`: weights, KV pool and gradients have memory through the whole step")
-    elif inputs.has_reference:
+    elif inputs.reference_bytes:
         found.append(
             "The reference is released after its last suffix, before the actor's first; a host copy brings it back"
         )
-    if inputs.freeze_vision:
+    if inputs.adapter_parameters:
+        found.append("Only adapters are trained; the base under them is the reference and has no second copy")
+    elif inputs.freeze_vision:
         found.append("The vision tower has no gradients, no optimizer state and no backward")
     if inputs.on_gpu:
         found += [

@@ -59,6 +59,8 @@ class MemoryInputs:
     prompt_cache_bytes: int
     """Host memory for prompts that are built already."""
     on_gpu: bool
+    adapter_parameters: int = 0
+    """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
     resident: bool = False
     """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
     without: frozenset[Ablation] = frozenset()
@@ -94,8 +96,15 @@ class MemoryInputs:
         return self.shape.shard_parameters(self.train_tp) * self.bytes_per_value
 
     @property
+    def reference_bytes(self) -> int:
+        """Weights of the reference; beside adapters it is the base, which lies there anyway."""
+        return self.own_bytes if self.has_reference and not self.adapter_parameters else 0
+
+    @property
     def trained_parameters(self) -> int:
         """Elements of a training shard that have a gradient."""
+        if self.adapter_parameters:
+            return self.adapter_parameters
         return sum(
             shard_count(group, self.train_tp, self.shape.num_kv_heads)
             for group in self.shape.groups()

@@ -175,9 +175,9 @@ def kv_capacity(inputs: MemoryInputs) -> KvCapacity:
 
 def _host_objects(inputs: MemoryInputs) -> tuple[HostObject, ...]:
     found = [HostObject(name="optimizer_state", bytes=inputs.state_bytes, pinned=inputs.on_gpu)]
-    if inputs.has_reference and inputs.on_gpu:
+    if inputs.reference_bytes and inputs.on_gpu:
         # It comes back from a host copy only where it leaves the device.
-        found.append(HostObject(name="reference_copy", bytes=inputs.own_bytes, pinned=True))
+        found.append(HostObject(name="reference_copy", bytes=inputs.reference_bytes, pinned=True))
     if inputs.prefix_activations == "host":
         saved = inputs.held_groups * activations.stage_inputs(inputs)
         found.append(HostObject(name="prefix_activations", bytes=saved, pinned=False))

@@ -108,7 +108,7 @@ class _Table:
         shape, size = inputs.shape, inputs.bytes_per_value
         self._inputs = inputs
         sharing = weight_sharing(shape, inputs.train_tp, inputs.rollout_tp, size)
-        self._rollout = shape.shard_parameters(inputs.rollout_tp) * size
+        self._rollout = (shape.shard_parameters(inputs.rollout_tp) + inputs.adapter_parameters) * size
         self._own = self._rollout - foreign_bytes(inputs)
         boundary = inputs.max_prompt_tokens * shape.kv_bytes_per_token(inputs.train_tp, size)
         self._boundary, self._held = boundary, inputs.held_groups * boundary
@@ -116,7 +116,7 @@ class _Table:
         # prompts of a replica x merged patches (at most the prompt's tokens) x hidden x bytes
         embeddings = inputs.groups_per_replica * inputs.max_prompt_tokens * shape.hidden_size * size
         self._vision = min(VISION_CACHE_BYTES, embeddings)
-        self._reference = inputs.own_bytes if inputs.has_reference else 0
+        self._reference = inputs.reference_bytes
         self._reference_held = self._held if inputs.has_reference else 0
         self._gradients = inputs.trained_parameters * FLOAT32_BYTES
         kept = inputs.prefix_activations == "keep"
@@ -206,8 +206,11 @@ def foreign_bytes(inputs: MemoryInputs) -> int:
     """Of a rollout shard: row ranges that other ranks train, whose pages can go between decode and publish, which
     writes every byte of them. Columns of other ranks lie between this rank's own and stay, as do shared heads.
 
-    Only whole pages go: of a range at any offset, a page less than its size on average.
+    Only whole pages go: of a range at any offset, a page less than its size on average. Beside adapters nothing goes:
+    no publish writes the weights again.
     """
+    if inputs.adapter_parameters:
+        return 0
     shape, heads = inputs.shape, inputs.shape.num_kv_heads
     page = GPU_PAGE_BYTES if inputs.on_gpu else CPU_PAGE_BYTES
     total = 0

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
+from rollplex_cli.engines.lora.adapters import LoraSettings
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
 from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_weights
@@ -31,6 +32,12 @@ def media_tokens_of(model_dir: Path) -> MediaTokens:
     return MediaTokens.from_config(json.loads((model_dir / "config.json").read_text(encoding="utf-8")))
 
 
+def lora_settings(profile: Profile) -> LoraSettings | None:
+    """The adapters that a profile asks for."""
+    lora = profile.lora
+    return None if lora is None else LoraSettings(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
 def build_rollout(
     profile: Profile,
     model_dir: Path,
@@ -44,7 +51,8 @@ def build_rollout(
 
     Args:
         replicas: global ranks of every rollout replica; None makes every rank its own.
-        weights: `from_trainer` leaves them to be written by whoever builds the trainer.
+        weights: `from_trainer` leaves them to be written by whoever builds the trainer, the adapters among them; from
+            a checkpoint there are no adapters.
         residency: places weights and KV pool, which is without memory until its next lease; None leaves them to the
             engine.
         foreign: rows of the weights that other ranks train, see `place_weights`.
@@ -66,6 +74,7 @@ def build_rollout(
             rebind=None if residency is None else partial(place_weights, residency, foreign or {}),
             kv_buffers=None if residency is None else partial(place_key_values, residency),
             run_ahead=profile.rollout.run_ahead and device == "cuda",
+            lora=lora_settings(profile) if weights == "from_trainer" else None,
         )
     )
     if residency is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from rollplex_cli.engines.lora.adapters import AdaptedReader
 from rollplex_cli.engines.reference.reference import Reference
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
@@ -23,6 +24,7 @@ from rollplex_cli.engines.weights.skeleton import (
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.memory.regions import Content
 from rollplex_cli.runtime.assembly.build_memory import gradient_memory, optimizer_staging, place_staging
+from rollplex_cli.runtime.assembly.build_rollout import lora_settings
 from rollplex_cli.runtime.assembly.devices import device_of
 
 if TYPE_CHECKING:
@@ -54,8 +56,8 @@ def build_trainer(
     residency: Residency,
 ) -> Trainer:
     """Load the base checkpoint into the rollout's tensors; actor on views of them with its optimizer's state in
-    page-locked memory, reference on a copy of its own where KL needs one. Gradients, staging memory and reference are
-    without memory until their next lease.
+    page-locked memory; reference on a copy of its own where KL needs one, or on the same views without the adapters
+    that are trained beside them. Gradients, staging memory and reference are without memory until their next lease.
 
     Call it on the thread that will own both; every rank at the same point.
 
@@ -66,10 +68,10 @@ def build_trainer(
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
     reader = open_weights(base_dir, config, device_of(profile))
-    degrees = _degrees(team)
-    model, plan = build_shards(config, dtype, **degrees)
+    degrees, lora = _degrees(team), lora_settings(profile)
+    model, plan = build_shards(config, dtype, lora=lora, **degrees)
     bind_views(model, rollout_params, plan)
-    fill_homes(plan, rollout_params, reader.read)
+    fill_homes(plan, rollout_params, AdaptedReader(reader.read, plan, profile.runtime.seed).read)
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()  # the rollout reads them on another stream
     shard, settings = team.shard(plan), profile.optimizer
@@ -95,24 +97,31 @@ def build_trainer(
         gradient_memory=gradient_memory(residency),
         host=residency.manager.host,
         staging=optimizer_staging(residency),
+        lora=lora,
     )
     residency.rest("gradients")
     place_staging(residency, actor.staging_bytes)
     if profile.algorithm.kl_coef == 0:
         return Trainer(actor=actor, reference=None, plan=plan)
-    frozen, _ = build_shards(config, dtype, **degrees)
+    options: dict[str, Any] = {"temperature": profile.rollout.temperature, "banned_token_ids": banned, "shard": shard}
+    if lora is not None:
+        return Trainer(actor=actor, reference=Reference(model, **options), plan=plan)
+    frozen, _ = build_shards(config, dtype, lora=None, **degrees)
     shapes = {name: (tuple(param.shape), param.dtype) for name, param in frozen.named_parameters()}
     places = residency.place("reference_weights", shapes, content=Content.CONSTANT)
     fill_parameters(plan, frozen, reader.read, device_of(profile), places)
-    reference = Reference(frozen, temperature=profile.rollout.temperature, banned_token_ids=banned, shard=shard)
+    reference = Reference(frozen, **options)
     residency.rest("reference_weights")
     return Trainer(actor=actor, reference=reference, plan=plan)
 
 
 def foreign_weights(profile: Profile, base_dir: Path, team: Team) -> dict[str, list[tuple[int, int]]]:
-    """Rows of the rollout's tensors that other ranks train, see `foreign_rows`."""
+    """Rows of the rollout's tensors that other ranks train, see `foreign_rows`; none where adapters are trained, beside
+    weights that no publish writes again."""
+    if profile.lora is not None:
+        return {}
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
-    return foreign_rows(build_shards(config, dtype, **_degrees(team))[1])
+    return foreign_rows(build_shards(config, dtype, lora=None, **_degrees(team))[1])
 
 
 def _degrees(team: Team) -> dict[str, int]:

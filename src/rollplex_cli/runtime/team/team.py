@@ -126,7 +126,10 @@ class Publisher:
         *, check: bool,
     ) -> None:  # fmt: skip
         self._plan, self._params, self._rollout, self._actor, self._check = plan, params, rollout, actor, check
-        self._exchange = Exchange(plan, params, team.groups.exchange)
+        # Beside adapters the weights are read in every phase and stay as they are; otherwise a publish writes all rows
+        # that other ranks train, because their memory may have been given back since (`exchange.foreign_rows`).
+        trained = actor.named_parameters() if actor.trains_adapters else None
+        self._exchange = Exchange(plan, params, team.groups.exchange, trained=trained)
 
     def publish(self) -> None:
         """Exchange, check, and drop what the rollout computed under the old weights."""

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from rollplex_cli.engines.trainer.model.lora import Adapter, LowRank
 from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel
 
 
@@ -41,12 +42,17 @@ class RowLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None
     parallel: TensorParallel = SINGLE
+    adapter: Adapter | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in of this rank] -> [..., out], whole on every rank."""
-        if self.parallel.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        out = self.parallel.leave(F.linear(x, self.weight))
+        alone = self.parallel.size == 1
+        out = F.linear(x, self.weight, self.bias if alone else None)
+        if self.adapter is not None:
+            out = self.adapter.add_to(out, x)
+        if alone:
+            return out
+        out = self.parallel.leave(out)
         return out if self.bias is None else out + self.bias
 
 
@@ -63,25 +69,30 @@ class StackedLinear:
     """All rows as one view, or None where the parts are not neighbours."""
     bias: torch.Tensor | None
     parallel: TensorParallel = SINGLE
+    adapter: Adapter | None = None
 
     @classmethod
-    def of(cls, *parts: Linear, parallel: TensorParallel = SINGLE) -> StackedLinear:
+    def of(cls, *parts: Linear, parallel: TensorParallel = SINGLE, adapter: Adapter | None = None) -> StackedLinear:
         """Stack `parts`, fused if their memory allows it."""
         weight = _joined([p.weight for p in parts])
         biases = [p.bias for p in parts if p.bias is not None]
         bias = _joined(biases) if biases else None
         if biases and bias is None:
             weight = None
-        return cls(parts, weight, bias, parallel)
+        return cls(parts, weight, bias, parallel, adapter)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., sum of out_i], the parts' outputs side by side."""
         x = self.parallel.enter(x)
+        out = self._product(x)
+        return out if self.adapter is None else self.adapter.add_to(out, x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if len(self.parts) == 1:
             return self.parts[0](x)
         if self.weight is None:
             return torch.cat([part(x) for part in self.parts], dim=-1)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not any(part.weight.requires_grad for part in self.parts):
             return F.linear(x, self.weight, self.bias)
         weights = [part.weight for part in self.parts]
         biases = [part.bias for part in self.parts]
@@ -116,6 +127,11 @@ class _FusedLinear(torch.autograd.Function):
         bias_grads = flat.sum(0).split(ctx.sizes) if ctx.has_bias else (None,) * len(ctx.sizes)
         input_grad = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         return (input_grad, None, None, None, *weight_grads, *bias_grads)
+
+
+def adapter_of(parts: list[LowRank], scale: float) -> Adapter | None:
+    """The adapter of stacked maps, None without parts."""
+    return Adapter(tuple(parts), scale, _joined([part.lora_a for part in parts])) if parts else None
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:
@@ -163,7 +179,9 @@ class _RmsNorm(torch.autograd.Function):
         grad = grads[0]
         wide_unit, wide_grad = unit.to(scale.dtype), grad.to(scale.dtype)
         product = wide_grad * wide_unit
-        weight_grad = product.reshape(-1, product.shape[-1]).sum(0).to(weight.dtype)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = product.reshape(-1, product.shape[-1]).sum(0).to(weight.dtype)
         wide_weight = weight.to(scale.dtype)
         mean = (product @ wide_weight).unsqueeze(-1).div_(product.shape[-1])
         x_grad = (wide_grad * wide_weight).addcmul_(wide_unit, mean, value=-1.0).mul_(scale)

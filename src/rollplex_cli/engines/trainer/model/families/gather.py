@@ -15,6 +15,7 @@ from rollplex_cli.plan.families import family_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.model.parameters import VisionSizes, VisionWeights
 
 
@@ -40,7 +41,9 @@ class FamilyModule(Protocol):
 MODULES: Mapping[str, FamilyModule] = {"qwen2_vl": qwen2_vl, "qwen2_5_vl": qwen2_5_vl, "qwen3_vl": qwen3_vl}
 
 
-def model_weights(hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start: int = 0) -> ModelWeights:
+def model_weights(
+    hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start: int = 0, *, lora: LoraSettings | None = None
+) -> ModelWeights:
     """Gather the weights of a `...ForConditionalGeneration` of a known family, or of a rank's shard of it.
 
     Call it after the parameters have reached their final memory: q/k/v and gate/up matrices that lie next to each
@@ -49,6 +52,7 @@ def model_weights(hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start:
     Args:
         parallel: the rank's place in its training group.
         vocab_start: token id of the first row of embedding and head.
+        lora: settings of the adapters that the module has and the forward adds; None is the base without them.
     """
     config = hf_model.config
     family = MODULES[family_of({"model_type": config.model_type}).model_type]
@@ -56,7 +60,7 @@ def model_weights(hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start:
     text = hf_model.model.language_model
     return ModelWeights(
         embed=text.embed_tokens.weight,
-        layers=tuple(_decoder(layer, config.text_config.rms_norm_eps, parallel) for layer in text.layers),
+        layers=tuple(_decoder(layer, config.text_config.rms_norm_eps, parallel, lora) for layer in text.layers),
         norm=text.norm.weight,
         head=hf_model.lm_head.weight,
         vision=family.vision(hf_model.model.visual, config.vision_config, parallel),
@@ -67,7 +71,7 @@ def model_weights(hf_model: Any, parallel: TensorParallel = SINGLE, vocab_start:
     )
 
 
-def _decoder(layer: Any, eps: float, parallel: TensorParallel) -> DecoderWeights:
+def _decoder(layer: Any, eps: float, parallel: TensorParallel, lora: LoraSettings | None) -> DecoderWeights:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = {
         name: HeadNorm(getattr(attention, name).weight, eps, parallel)
@@ -77,12 +81,12 @@ def _decoder(layer: Any, eps: float, parallel: TensorParallel) -> DecoderWeights
     q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
     return DecoderWeights(
         input_norm=layer.input_layernorm.weight,
-        qkv=stacked(q, k, v, parallel=parallel),
-        kv=stacked(k, v, parallel=parallel),
-        output=row(attention.o_proj, parallel),
+        qkv=stacked(q, k, v, parallel=parallel, lora=lora),
+        kv=stacked(k, v, parallel=parallel, lora=lora),
+        output=row(attention.o_proj, parallel, lora),
         post_norm=layer.post_attention_layernorm.weight,
-        gate_up=stacked(mlp.gate_proj, mlp.up_proj, parallel=parallel),
-        down=row(mlp.down_proj, parallel),
+        gate_up=stacked(mlp.gate_proj, mlp.up_proj, parallel=parallel, lora=lora),
+        down=row(mlp.down_proj, parallel, lora),
         **head_norms,
     )
 

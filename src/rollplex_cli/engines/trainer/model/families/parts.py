@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollplex_cli.engines.trainer.model.lora import LowRank
 from rollplex_cli.engines.trainer.model.modules import LayerNorm
-from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear
+from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear, adapter_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollplex_cli.engines.lora.adapters import LoraSettings
+    from rollplex_cli.engines.trainer.model.lora import Adapter
     from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 
 VISION_EPS = 1e-6
@@ -21,14 +24,28 @@ def linear(module: Any) -> Linear:
     return Linear(module.weight, module.bias)
 
 
-def stacked(*modules: Any, parallel: TensorParallel) -> StackedLinear:
-    """Linear modules of one input, or a single one, cut by rows."""
-    return StackedLinear.of(*(linear(module) for module in modules), parallel=parallel)
+def stacked(*modules: Any, parallel: TensorParallel, lora: LoraSettings | None = None) -> StackedLinear:
+    """Linear modules of one input, or a single one, cut by rows; with their adapters where `lora` is given."""
+    return StackedLinear.of(
+        *(linear(module) for module in modules), parallel=parallel, adapter=_adapter(lora, *modules)
+    )
 
 
-def row(module: Any, parallel: TensorParallel) -> RowLinear:
-    """A linear module cut by columns."""
-    return RowLinear(module.weight, module.bias, parallel)
+def row(module: Any, parallel: TensorParallel, lora: LoraSettings | None = None) -> RowLinear:
+    """A linear module cut by columns; with its adapter where `lora` is given."""
+    return RowLinear(module.weight, module.bias, parallel, _adapter(lora, module))
+
+
+def _adapter(lora: LoraSettings | None, *modules: Any) -> Adapter | None:
+    """The adapters of modules whose outputs are stacked in this order."""
+    if lora is None:
+        return None
+    parts, first = [], 0
+    for module in modules:
+        if hasattr(module, "lora_A"):
+            parts.append(LowRank(module.lora_A.weight, module.lora_B.weight, first))
+        first += module.weight.shape[0]
+    return adapter_of(parts, lora.scale)
 
 
 def layer_norm(module: Any) -> LayerNorm:
