@@ -49,12 +49,19 @@ class Engines:
     """The engines of a rank and what scores their answers."""
 
     rollout: RolloutEngine
-    actor: Actor
+    own_actor: Actor | None
+    """None on a rank that only decodes."""
     reference: Reference | None
     builder: PromptBuilder
     task: Task
     scorer: Scorer
     publisher: Publisher
+
+    @property
+    def actor(self) -> Actor:
+        """The actor of a rank that trains."""
+        assert self.own_actor is not None, "this rank only decodes"
+        return self.own_actor
 
 
 class StepTasks:
@@ -315,7 +322,9 @@ class StepTasks:
 
     def _exchange(self, key: TaskKey) -> None:
         own = self._decoded.pop(key.group, None)
-        self._hand_over(self._team.exchange_responses(key.group, self._profile.rollout.group_size, own), key)
+        result = self._team.exchange_responses(key.group, self._profile.rollout.group_size, own)
+        if self._team.place.trains:
+            self._hand_over(result, key)
 
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None

@@ -46,7 +46,8 @@ class RolloutOptions:
     """Prompt tokens prefilled in one step at most."""
     seed: int = 0
     replicas: tuple[tuple[int, ...], ...] | None = None
-    """Global ranks of every rollout replica, each rank once; `None`: every rank is its own replica (TP 1)."""
+    """Global ranks of every rollout replica, no rank twice; `None`: every rank is its own replica (TP 1). Ranks in none
+    of them call `absent.join_groups` meanwhile."""
     vision_cache_mib: int = 512
     """Vision embeddings kept between the first and the last sibling of a group."""
     fp32_lm_head: bool = False

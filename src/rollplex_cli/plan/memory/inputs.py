@@ -10,6 +10,8 @@ from rollplex_cli.plan.model import ModelShape, shard_count
 PrefixActivations = Literal["keep", "host", "recompute"]
 Master = Literal["full", "split"]
 Ablation = Literal["no-kv-release", "no-reference-release", "no-snapshot-release", "no-optimizer-chunks", "naive"]
+Role = Literal["both", "training", "rollout"]
+"""Which engines a rank holds."""
 ABLATIONS: tuple[Ablation, ...] = (
     "no-kv-release",
     "no-reference-release",
@@ -61,6 +63,7 @@ class MemoryInputs:
     on_gpu: bool
     resident: bool = False
     """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
+    role: Role = "both"
     without: frozenset[Ablation] = frozenset()
     """Measures left out."""
 
