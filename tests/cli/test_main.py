@@ -251,6 +251,26 @@ def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
     assert request == expected
 
 
+def test_bench_halves_the_ranks_for_disagg_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    supervised = Supervised(RollplexError("seen"))
+    monkeypatch.setattr(bench, "run_job", supervised)
+    asked = ["bench", "--plain", "--run-dir", "b", "--baseline", "disagg"]
+    assert run(asked) == 2
+    assert "expected an even number of ranks with `schedule.name: disagg`" in "\n".join(lines(capsys)[1])
+    assert list(tmp_path.iterdir()) == []
+    assert run([*asked, "--set", "topology.ranks_per_node=2", "--set", "schedule.name=disagg"]) == 2
+    assert "set `schedule.name` to `rollplex` and add `--baseline disagg`" in "\n".join(lines(capsys)[1])
+    four = ["--set", "topology.ranks_per_node=4", "--set", "topology.train_tp=4", "--set", "topology.rollout_tp=4"]
+    job = load_profile("tiny", four[1::2])
+    assert bench._halved(job)[2:] == ["topology.train_tp=2", "topology.rollout_tp=2"]
+    assert run([*asked, *four]) == 1
+    [(first, root)] = supervised.jobs
+    assert not first.disaggregated  # type: ignore[attr-defined]
+    assert json.loads((root / "bench.json").read_text())["baselines"] == []
+
+
 def test_a_resume_beside_a_running_supervisor_leaves_its_profile_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,8 +33,8 @@ def check_published(
     """Compare the weights of all ranks after a publish. A collective of `group` (all ranks that hold weights).
 
     Three statements, which together say that every shard holds the bytes its owner wrote: a rank's parameters are its
-    masters rounded to their type; ranks with the same rollout shard hold the same bytes; ranks that hold the same part of a
-    tensor (replicated, shared key/value heads, data parallel, decoded with elsewhere) have the same values.
+    masters rounded to their type; ranks with the same rollout shard hold the same bytes; ranks that hold the same part
+    of a tensor (replicated, shared key/value heads, data parallel, decoded with elsewhere) have the same values.
 
     Args:
         plans: of the training shards looked at in `rollout_params`: a training rank's own, or all that lie in the
