@@ -72,7 +72,7 @@ def test_one_rank_decodes_and_one_trains(prepared: RunFolder, alone: Path, tmp_p
 
 
 def kinds(root: Path, rank: int) -> set[str]:
-    return {str(span.get("kind")) for span in read_jsonl(RunFolder(root).events(rank))}
+    return {str(span.get("name")) for span in read_jsonl(RunFolder(root).events(rank))}
 
 
 def test_two_replicas_decode_for_two_training_shards(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
