@@ -234,6 +234,58 @@ def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
     assert request == expected
 
 
+def test_bench_halves_the_ranks_for_disagg_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    supervised = Supervised(RollplexError("seen"))
+    monkeypatch.setattr(bench, "run_job", supervised)
+    asked = ["bench", "--plain", "--run-dir", "b", "--baseline", "disagg"]
+    assert run(asked) == 2
+    assert "expected an even number of ranks with `schedule.name: disagg`" in "\n".join(lines(capsys)[1])
+    assert list(tmp_path.iterdir()) == []
+    assert run([*asked, "--set", "topology.ranks_per_node=2", "--set", "schedule.name=disagg"]) == 2
+    assert "set `schedule.name` to `rollplex` and add `--baseline disagg`" in "\n".join(lines(capsys)[1])
+    four = ["--set", "topology.ranks_per_node=4", "--set", "topology.train_tp=4", "--set", "topology.rollout_tp=4"]
+    job = load_profile("tiny", four[1::2])
+    assert bench._halved(job)[2:] == ["topology.train_tp=2", "topology.rollout_tp=2"]
+    assert run([*asked, *four]) == 1
+    [(first, root)] = supervised.jobs
+    assert not first.disaggregated  # type: ignore[attr-defined]
+    assert json.loads((root / "bench.json").read_text())["baselines"] == []
+
+
+def test_the_second_part_of_a_bench_takes_data_and_base_of_the_first(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, dict[str, object]]] = []
+
+    def run_job(job: object, _plan: object, folder: RunFolder, *, plain: bool) -> None:
+        assert plain
+        request = json.loads(folder.bench.read_text())
+        seen.append((job.schedule.name, request))  # type: ignore[attr-defined]
+        if len(seen) == 1:
+            folder.base_dir.mkdir()
+            (folder.data_dir / "clip").write_text("frames")
+            folder.prepare_status.write_text("done")
+        assert folder.base_dir.is_dir() and folder.prepare_status.read_text() == "done"
+        assert (folder.data_dir / "clip").read_text() == "frames"
+        folder.bench_result.write_text(json.dumps({"part": len(seen), "results": []}))
+
+    monkeypatch.setattr(bench, "run_job", run_job)
+    two = ["--set", "topology.ranks_per_node=2", "--set", "topology.train_tp=2"]
+    asked = ["bench", "--json", "--run-dir", "b", "--baseline", "colocate", "--baseline", "disagg", "--policy", "auto"]
+    assert run([*asked, *two, "--steps", "3"]) == 0
+    assert json.loads(lines(capsys)[0]) == {"part": 2, "results": []}
+    assert json.loads(Path("b/bench_result.json").read_text())["part"] == 2
+    assert [name for name, _ in seen] == ["rollplex", "disagg"]
+    first, second = (request for _, request in seen)
+    assert (first["baselines"], first["policies"], "beside" in first) == (["colocate"], ["auto"], False)
+    assert (second["baselines"], second["policies"], second["steps"]) == ([], [], 3)
+    assert second["beside"] == str(Path("b/bench_result.json").resolve())
+    resolved = load_profile("b/disagg/profile.yaml")
+    assert (resolved.topology.train_tp, resolved.schedule.policy) == (1, "serial")
+
+
 def test_a_resume_beside_a_running_supervisor_leaves_its_profile_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

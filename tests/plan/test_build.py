@@ -153,3 +153,18 @@ def test_a_budget_counts_on_a_cpu_too() -> None:
         "regions per rank: 16.4 MiB needed at the peak (GENERATE, decode, actor suffix: rollout_kv "
     )
     assert fit(plan_of("tiny", "memory.budget_gib=0.0165"), Machine()).fits
+
+
+def test_ranks_with_one_role_hold_the_objects_of_that_role() -> None:
+    both = plan_of("qwen25vl7b", "topology.ranks_per_node=4")
+    halves = ("topology.ranks_per_node=4", "schedule.name=disagg")
+    apart = plan_of("qwen25vl7b", *halves)
+    names = {item.name for item in apart.memory.objects}
+    assert {"gradients", "reference_weights"} <= names and not {"rollout_kv", "vision_cache"} & names
+    decoding = plan_of("qwen25vl7b", *halves, "rollout.kv_tokens=4000000")
+    objects = {item.name: item.phases for item in decoding.memory.objects}
+    assert set(objects) == {"snapshot", "rollout_kv", "vision_cache", "rollout_workspace", "context_and_graphs"}
+    assert objects["snapshot"]["GENERATE"] == objects["snapshot"]["UPDATE"]  # nothing of it is foreign here
+    # Two ranks of four train, with all groups of the step between them instead of half.
+    assert apart.topology.data_parallel == 1 and both.topology.data_parallel == 2
+    assert apart.node_host_bytes == 2 * apart.memory.host_bytes == 2 * decoding.memory.host_bytes

@@ -72,6 +72,40 @@ def test_the_paper_s_topology() -> None:
     assert (topology.places[13].node, topology.places[13].local_rank) == (1, 5)
 
 
+@settings(deadline=None)
+@given(topologies())
+def test_ranks_with_one_role_are_co_located_ranks_twice(one: Topology) -> None:
+    """Rank x trains and rank n / 2 + x decodes what rank x of n / 2 co-located ranks does."""
+    apart = build_topology(2 * one.num_nodes, one.ranks_per_node, one.train_tp, one.rollout_tp, disaggregated=True)
+    half = one.num_ranks
+    assert (apart.num_ranks, apart.data_parallel, apart.replicas_per_group) == (
+        2 * half, one.data_parallel, one.replicas_per_group
+    )  # fmt: skip
+    assert apart.train_tp_groups == one.train_tp_groups
+    assert apart.data_parallel_groups == one.data_parallel_groups
+    assert apart.rollout_tp_groups == tuple(tuple(half + r for r in ranks) for ranks in one.rollout_tp_groups)
+    for x, place in enumerate(one.places):
+        trains, decodes = apart.places[x], apart.places[half + x]
+        assert (trains.trains, trains.decodes, decodes.trains, decodes.decodes) == (True, False, False, True)
+        same = ("training_group", "training_shard", "replica", "rollout_shard")
+        for found in (trains, decodes):
+            assert [getattr(found, name) for name in same] == [getattr(place, name) for name in same]
+    assert sorted(itertools.chain(*apart.team_groups)) == list(range(apart.num_ranks))
+    # Every rollout rank gets each training shard in its rollout shard from one rank of its own team.
+    for rank in range(half, 2 * half):
+        place = apart.places[rank]
+        sources = [apart.places[ranks[0]] for ranks in apart.delivery_groups if rank in ranks[1:]]
+        q = apart.replicas_per_group
+        assert [s.training_shard for s in sources] == [q * place.rollout_shard + b for b in range(q)]
+        assert {s.training_group for s in sources} == {place.training_group}
+
+
+@pytest.mark.parametrize("degrees", [(1, 3, 1, 1), (1, 2, 2, 1), (1, 8, 4, 3)])
+def test_halves_that_do_not_divide(degrees: tuple[int, int, int, int]) -> None:
+    with pytest.raises(UsageError, match="of them train"):
+        build_topology(*degrees, disaggregated=True)
+
+
 @pytest.mark.parametrize("degrees", [(1, 4, 3, 1), (1, 4, 4, 3), (1, 2, 4, 1)])
 def test_degrees_that_do_not_divide(degrees: tuple[int, int, int, int]) -> None:
     with pytest.raises(UsageError, match="degrees do not divide: num_nodes 1 x ranks_per_node"):

@@ -33,6 +33,16 @@ CASES = [
         "a rollout shard is cut into whole training shards",
     ),
     (
+        ["topology.ranks_per_node=3", "schedule.name=disagg"],
+        "--set topology.ranks_per_node=3: topology.ranks_per_node: got 3, expected an even number of ranks with "
+        "`schedule.name: disagg`, one half to train and one to decode: num_nodes 1 x ranks_per_node 3 = 3 ranks",
+    ),
+    (
+        ["topology.ranks_per_node=8", "topology.train_tp=8", "schedule.name=disagg"],
+        "--set topology.train_tp=8: topology.train_tp: got 8, expected a divisor of the number of ranks that train: "
+        "num_nodes 1 x ranks_per_node 8 = 8 ranks, 4 of them train, 4 / train_tp 8 = 0.50 training groups",
+    ),
+    (
         ["topology.ranks_per_node=3"],
         "tiny.yaml:LINE: algorithm.prompts_per_step: got 32, expected a multiple of the data-parallel degree 3 "
         "(num_nodes 1 x ranks_per_node 3 / train_tp 1)",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 
@@ -54,6 +55,15 @@ def test_typical_step_is_the_median_of_each_schedule(make_run: MakeRun) -> None:
     for name, members in steps.items():
         # Steps 1, 3, 5, 7 against 2, 4, 6, 8, the first and the last of each left out.
         assert {(span.schedule, span.step) for span in members} == {(name, {"rollplex": 3, "colocate": 4}[name])}
+
+
+def test_decode_is_seen_where_another_rank_does_it(make_run: MakeRun) -> None:
+    spans = parse_spans(load_run(make_run(num_steps=3).root))
+    apart = [dataclasses.replace(span, rank=2 if span.name == "decode" else 0) for span in spans]
+    again = [dataclasses.replace(span, rank=3) for span in apart if span.name == "decode"]
+    [members] = typical_steps([*apart, *again]).values()
+    assert {span.name for span in members if span.rank == 2} == {"decode"}
+    assert {span.rank for span in members} == {0, 2}
 
 
 def test_typical_step_of_nothing_is_nothing() -> None:

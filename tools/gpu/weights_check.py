@@ -222,7 +222,7 @@ class Check:
         """Every byte on every rank."""
         from rollplex_cli.engines.weights.check import check_published
 
-        check_published(self.plan, self.params, written.get, None)
+        check_published([self.plan], self.params, written.get, None)
 
     # ---- log-probs ---------------------------------------------------------------------------------------
 

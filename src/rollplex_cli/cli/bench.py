@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import shutil
 import sys
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +21,8 @@ from rollplex_cli.core.log import talk
 from rollplex_cli.profile.sharing import parse_policy
 
 if TYPE_CHECKING:
+    from rollplex_cli.core.paths import RunFolder
+    from rollplex_cli.plan.build import Plan
     from rollplex_cli.profile.schema import Profile
 
 NUM_WARM_UP_STEPS = 1
@@ -30,6 +34,7 @@ class Baseline(StrEnum):
 
     colocate = "colocate"
     colocate_same_work = "colocate_same_work"
+    disagg = "disagg"
 
 
 class WorkloadName(StrEnum):
@@ -68,7 +73,10 @@ def bench(
     plain: options.PlainOption = False,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Measure the profile's schedule against baselines, alternating step by step."""
+    """Measure the profile's schedule against baselines, alternating step by step.
+
+    `disagg` has half of the ranks decode and half train; it takes the same steps in processes of its own, afterwards.
+    """
     from rollplex_cli.report.bench import print_bench
 
     set_json_mode(as_json)
@@ -76,8 +84,19 @@ def bench(
     overrides = [*(set_ or []), *(f"schedule.policy={name}" for name in policies[:1])]
     job, plan, machine = options.load(profile, overrides)
     _check_policies(policies)
+    if job.disaggregated:
+        raise UsageError(
+            "`schedule.name: disagg` is a baseline here, and what is measured against it shares its GPUs",
+            hint="set `schedule.name` to `rollplex` and add `--baseline disagg`",
+        )
     options.require_fit(plan, machine)
-    names = [str(name) for name in baseline or [Baseline.colocate]]
+    asked = [str(name) for name in baseline or [Baseline.colocate]]
+    names = [name for name in asked if name != Baseline.disagg]
+    apart = None
+    if len(names) < len(asked):
+        # Before anything runs: what cannot be halved is said at once.
+        apart = options.load(profile, [*overrides, *_halved(job)])
+        options.require_fit(apart[1], machine)
     job = _bench_job(job, len(set(names)) + max(1, len(policies)) + len(ablate or []), steps)
     request = {
         "baselines": names,
@@ -90,13 +109,53 @@ def bench(
     write_atomic(run.bench, json.dumps(request) + "\n")
     talk(f"run folder: {run.root}")
     run_job(job, plan, run, plain=plain or as_json)
-    result = read_json(run.bench_result)
-    if result is None:
-        raise RunFailedError(f"the benchmark left no result: `{run.bench_result}`")
+    result = _result(run)
+    if apart is not None:
+        request = {
+            **request,
+            "baselines": [],
+            "policies": [],
+            "ablations": [],
+            "beside": str(run.bench_result.resolve()),
+        }
+        result = _measure_apart(_bench_job(apart[0], 1, steps), apart[1], run, request, plain=plain or as_json)
     if as_json:
         print_json(result)
     else:
         print_bench(result, stdout_console())
+
+
+def _result(run: RunFolder) -> dict[str, Any]:
+    result: dict[str, Any] | None = read_json(run.bench_result)
+    if result is None:
+        raise RunFailedError(f"the benchmark left no result: `{run.bench_result}`")
+    return result
+
+
+def _halved(job: Profile) -> list[str]:
+    """Overrides that give half of the ranks to each role, at the job's degrees as far as they divide the half."""
+    half = max(1, job.num_ranks // 2)
+    train_tp = math.gcd(job.topology.train_tp, half)
+    rollout_tp = math.gcd(job.topology.rollout_tp, train_tp)
+    degrees = (f"topology.train_tp={train_tp}", f"topology.rollout_tp={rollout_tp}")
+    return ["schedule.name=disagg", "schedule.policy=serial", *degrees]
+
+
+def _measure_apart(
+    job: Profile, plan: Plan, beside: RunFolder, request: dict[str, Any], *, plain: bool
+) -> dict[str, Any]:
+    """Run `request` in processes of its own, on the data and base of another benchmark; its result with this one's."""
+    run = options.new_run(job, plan, beside.bench_apart.resolve(), sys.argv)
+    write_atomic(run.bench, json.dumps(request) + "\n")
+    run.data_dir.rmdir()
+    for own, theirs in ((run.data_dir, beside.data_dir), (run.base_dir, beside.base_dir)):
+        own.symlink_to(theirs.resolve(), target_is_directory=True)
+    shutil.copy(beside.prepare_status, run.prepare_status)
+    talk(f"half of the ranks decode, half train: {run.root}")
+    run_job(job, plan, run, plain=plain)
+    result = _result(run)
+    write_atomic(beside.bench_result, json.dumps(result, indent=2) + "\n")
+    return result
 
 
 def _check_policies(policies: list[str]) -> None:

@@ -26,6 +26,7 @@ class Schedule(StrEnum):
 
     rollplex = "rollplex"
     colocate = "colocate"
+    disagg = "disagg"
 
 
 def train(

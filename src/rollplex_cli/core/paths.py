@@ -58,6 +58,11 @@ class RunFolder:
         return self.root / "measure.json"
 
     @property
+    def bench_apart(self) -> Path:
+        """Run folder of the part of a benchmark that needs engines of its own."""
+        return self.root / "disagg"
+
+    @property
     def events_dir(self) -> Path:
         """Spans of every task, one file per rank."""
         return self.root / "events"

@@ -122,6 +122,10 @@ class Residency:
         """The object is built and nobody uses it before its next lease."""
         self._unmap(name, "its construction")
 
+    def is_placed(self, name: str) -> bool:
+        """Whether the object lies in a region of this rank."""
+        return name in self._objects
+
     def is_mapped(self, name: str) -> bool:
         """Whether the object was placed and has memory now."""
         held = self._objects.get(name)

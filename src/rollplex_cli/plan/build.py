@@ -43,8 +43,10 @@ class Plan:
     @property
     def node_host_bytes(self) -> int:
         """Host memory that the ranks of one node need together for the planned objects."""
-        own = self.memory.host_bytes + (self.memory.peak_bytes if self.device == "cpu" else 0)
-        return self.topology.ranks_per_node * own
+        topology = self.topology
+        training = min(topology.ranks_per_node, topology.num_training_ranks)
+        device = topology.ranks_per_node * self.memory.peak_bytes if self.device == "cpu" else 0
+        return training * self.memory.host_bytes + device
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -72,7 +74,9 @@ def build_plan(profile: Profile) -> Plan:
     faults = head_faults(shape, place.train_tp, place.rollout_tp)
     if faults:
         raise UsageError("the model cannot be split this way:" + "".join(f"\n  {fault}" for fault in faults))
-    topology = build_topology(place.num_nodes, place.ranks_per_node, place.train_tp, place.rollout_tp)
+    topology = build_topology(
+        place.num_nodes, place.ranks_per_node, place.train_tp, place.rollout_tp, disaggregated=profile.disaggregated
+    )
     tasks = count_tasks(
         prompts_per_step=profile.algorithm.prompts_per_step,
         group_size=profile.rollout.group_size,
@@ -83,6 +87,7 @@ def build_plan(profile: Profile) -> Plan:
         has_reference=profile.algorithm.kl_coef > 0,
     )
     inputs = _memory_inputs(profile, shape, topology, tasks)
+    inputs, memory = _of_largest_role(inputs) if topology.disaggregated else (inputs, compute_memory(inputs))
     return Plan(
         profile_name=profile.name,
         device=place.device,
@@ -91,10 +96,23 @@ def build_plan(profile: Profile) -> Plan:
         topology=topology,
         tasks=tasks,
         memory_inputs=inputs,
-        memory=compute_memory(inputs),
+        memory=memory,
         budget_bytes=_gib(profile.memory.budget_gib),
         host_budget_bytes=_gib(profile.memory.host_budget_gib),
     )
+
+
+def _of_largest_role(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryLedger]:
+    """Where a rank either trains or decodes: the role that needs most device memory, with the host memory of one that
+    trains. One holds its training shard alone, the other its rollout shard through the whole step."""
+    training = dataclasses.replace(inputs, role="training", rollout_tp=inputs.train_tp)
+    rollout = dataclasses.replace(
+        inputs, role="rollout", train_tp=inputs.rollout_tp, groups=inputs.groups_per_replica, has_reference=False
+    )
+    trains, decodes = compute_memory(training), compute_memory(rollout)
+    if trains.peak_bytes >= decodes.peak_bytes:
+        return training, trains
+    return rollout, dataclasses.replace(decodes, host_objects=trains.host_objects, update_s=trains.update_s)
 
 
 def memory_summary(plan: Plan) -> dict[str, Any]:

@@ -123,10 +123,11 @@ def needs(plan: Plan) -> tuple[str, ...]:
     """What a job needs, one line each."""
     topology, memory = plan.topology, plan.memory
     ranks = f"{topology.num_ranks} (data parallel {topology.data_parallel} x train TP {topology.train_tp}"
+    halves = f", ranks {topology.num_training_ranks} and up decode" if topology.disaggregated else ""
     lines = [
         f"model: {plan.model.name}, {format_count(plan.model.num_parameters)} parameters",
         f"nodes: {topology.num_nodes}",
-        f"ranks: {ranks}, rollout TP {topology.rollout_tp})",
+        f"ranks: {ranks}, rollout TP {topology.rollout_tp}{halves})",
     ]
     if plan.device == "cuda":
         lines.append(f"GPUs: {topology.num_ranks}, {topology.ranks_per_node} per node")

@@ -129,10 +129,29 @@ def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
             "a rollout shard is cut into whole training shards"
         )
         yield "topology.rollout_tp", text
+    product = f"num_nodes {nodes} x ranks_per_node {per_node} = {ranks} ranks"
+    if profile.disaggregated:
+        if ranks % 2:
+            text = (
+                f"got {per_node}, expected an even number of ranks with `schedule.name: disagg`, one half to train and "
+                f"one to decode: {product}"
+            )
+            yield "topology.ranks_per_node", text
+            return
+        ranks //= 2
+        product += f", {ranks} of them train"
+        if profile.rollout.extra_groups:
+            text = (
+                f"got {profile.rollout.extra_groups}, expected 0 with `schedule.name: disagg`: where a step ends is "
+                "known to the ranks that decode, not to those that train"
+            )
+            yield "rollout.extra_groups", text
+        if profile.lora is not None:
+            yield "lora", "got adapters, expected none with `schedule.name: disagg`: they are not sent between ranks"
     if ranks % topology.train_tp:
+        which = "ranks that train" if profile.disaggregated else "ranks"
         text = (
-            f"got {topology.train_tp}, expected a divisor of the number of ranks: "
-            f"num_nodes {nodes} x ranks_per_node {per_node} = {ranks} ranks, "
+            f"got {topology.train_tp}, expected a divisor of the number of {which}: {product}, "
             f"{ranks} / train_tp {topology.train_tp} = {ranks / topology.train_tp:.2f} training groups"
         )
         yield "topology.train_tp", text
@@ -145,10 +164,11 @@ def _topology(profile: Profile) -> Iterator[tuple[str, str]]:
         )
         yield "rollout.extra_groups", text
     degree, prompts = profile.data_parallel, profile.algorithm.prompts_per_step
+    roles = "2 roles / " if profile.disaggregated else ""
     if prompts % degree:
         text = (
             f"got {prompts}, expected a multiple of the data-parallel degree {degree} "
-            f"(num_nodes {nodes} x ranks_per_node {per_node} / train_tp {topology.train_tp})"
+            f"(num_nodes {nodes} x ranks_per_node {per_node} / {roles}train_tp {topology.train_tp})"
         )
         yield "algorithm.prompts_per_step", text
         return

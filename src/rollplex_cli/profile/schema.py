@@ -56,7 +56,7 @@ class TopologyProfile:
     num_nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
     train_tp: PositiveInt = 1
-    """Tensor-parallel degree of the trainer; divides the number of ranks."""
+    """Tensor-parallel degree of the trainer; divides the number of ranks that train (half of them under `disagg`)."""
     rollout_tp: PositiveInt = 1
     """Tensor-parallel degree of one rollout replica; divides `train_tp`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -219,7 +219,9 @@ class OptimizerProfile:
 class ScheduleProfile:
     """The order of tasks within a step. None of these settings changes a result."""
 
-    name: Literal["rollplex", "colocate"] = "rollplex"
+    name: Literal["rollplex", "colocate", "disagg"] = "rollplex"
+    """`rollplex`: what depends on the prompt alone runs beside decode. `colocate`: decode, then reference, then actor.
+    `disagg`: that too, with half of the ranks to decode and half to train; weights are sent after every update."""
     prefixes_in_flight: NonNegativeInt = 0
     """Prompt groups whose actor boundary may be held ahead of their suffix; 0 means all of the step."""
     early_groups: bool = True
@@ -387,6 +389,11 @@ class Profile:
         return self.topology.num_nodes * self.topology.ranks_per_node
 
     @property
+    def disaggregated(self) -> bool:
+        """Whether half of the ranks decode and the other half train."""
+        return self.schedule.name == "disagg"
+
+    @property
     def data_parallel(self) -> int:
         """Number of data-parallel training groups."""
-        return self.num_ranks // self.topology.train_tp
+        return (self.num_ranks // 2 if self.disaggregated else self.num_ranks) // self.topology.train_tp

@@ -150,7 +150,8 @@ def by_step(spans: Iterable[Span]) -> dict[tuple[str, int, int], list[Span]]:
 
 
 def typical_steps(spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """For every schedule all spans of the step of rank 0 (else of the lowest rank) whose length is the median.
+    """For every schedule all spans of the step of rank 0 (else of the lowest rank) whose length is the median; where
+    that rank decodes nothing, the decode of the lowest rank that does is shown with them.
 
     The first step pays for warming up and the last may be cut short by a stop: both count only where there is
     nothing else.
@@ -168,5 +169,10 @@ def typical_steps(spans: Sequence[Span]) -> dict[str, list[Span]]:
         inner = sorted(of_steps)[1:-1] or sorted(of_steps)
         middle = statistics.median_low([of_steps[step] for step in inner])
         step = next(step for step in inner if of_steps[step] == middle)
-        chosen[schedule] = [span for span in spans if (span.schedule, span.rank, span.step) == (schedule, rank, step)]
+        of_step = [span for span in spans if (span.schedule, span.step) == (schedule, step)]
+        decode = [span for span in of_step if span.name == "decode"]
+        decoding = min((span.rank for span in decode), default=rank)
+        elsewhere = decode if decoding != rank else ()
+        chosen[schedule] = [span for span in of_step if span.rank == rank]
+        chosen[schedule] += [span for span in elsewhere if span.rank == decoding]
     return chosen

@@ -53,7 +53,7 @@ def evaluate(rank: Rank) -> dict[str, Any]:
     rank.control.go(rank.machine, Phase.EVALUATE)
     profile = rank.profile
     samples = rank.engines.task.samples(rank.run.data_dir, "heldout")[: profile.evaluation.num_samples]
-    own = samples[rank.team.replica_number :: rank.team.num_replicas]
+    own = samples[rank.team.replica_number :: rank.team.num_replicas] if rank.team.place.decodes else []
     job = rank.rollout_lane.submit(lambda: _answer(rank, own))
     sums = rank.control.await_future(job, "evaluation")
     if not rank.team.speaks_for_replica:

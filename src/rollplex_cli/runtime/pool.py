@@ -29,7 +29,8 @@ class DecodePool:
             OutOfMemoryError: over `memory.budget_gib`, or the device is full.
         """
         try:
-            self._lease.enter_context(self._residency.lease("rollout_kv", DECODES))
+            if self._residency.is_placed("rollout_kv"):  # a rank that only trains has none
+                self._lease.enter_context(self._residency.lease("rollout_kv", DECODES))
         finally:
             self._opened.set()
 

@@ -12,7 +12,7 @@ from rollplex_cli.core.errors import ParityError, RunFailedError
 from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
 from rollplex_cli.rl.advantages import centred_square_sum, deviation
 from rollplex_cli.runtime.executor.executor import Executor, StoppedError
-from rollplex_cli.runtime.executor.graph import build_step_graph, build_update_graph
+from rollplex_cli.runtime.executor.graph import TaskGraph, build_step_graph, build_update_graph
 from rollplex_cli.runtime.records import StepSums
 from rollplex_cli.runtime.tasks import StepTasks
 
@@ -32,7 +32,8 @@ SHUT_DOWN_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What a step leaves: the metrics row (equal on all ranks but for times) and this rank's group records."""
+    """What a step leaves: the metrics row (equal on all ranks but for times, and for what only the
+    ranks that train know of the update) and this rank's group records."""
 
     row: dict[str, Any]
     tasks: StepTasks
@@ -71,12 +72,13 @@ def run_step(
     graph = build_step_graph(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
         exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
+        trains=rank.team.place.trains,
     )  # fmt: skip
-    sharing, residency = rank.sharing, rank.memory.residency
+    sharing, residency, apart = rank.sharing, rank.memory.residency, rank.team.topology.disaggregated
     executor = Executor(
         graph, schedule, rank.machine, rank.theta,
         sharing.around(residency.around(tasks.bodies()), lambda: rank.machine.state is Phase.GENERATE),
-        may_overlap=sharing.may_overlap,
+        may_overlap=(lambda: True) if apart else sharing.may_overlap,  # nothing to share: decode is elsewhere
         span=lambda key: rank.span(key.kind, Lane(graph.tasks[key].lane), key.group), boundary=boundary,
         channel=rank.team.channel,
     )  # fmt: skip
@@ -91,12 +93,12 @@ def run_step(
     # The lanes are done: nothing is unmapped after this, so steps can be compared.
     run.record_memory(Phase.PUBLISH)
     outcome = tasks.outcome
-    assert outcome is not None
+    assert outcome is not None or not rank.team.place.trains
     row = {
         "step": step,
         **sums.metrics(normalizer=normalizer, kl_in_reward=in_reward),
-        "grad_norm": outcome.grad_norm,
-        "lr": outcome.lr,
+        "grad_norm": outcome.grad_norm if outcome is not None else None,
+        "lr": outcome.lr if outcome is not None else None,
         "step_s": time.monotonic() - begun,
         "phase_s": phase_s,
     }
@@ -141,7 +143,10 @@ class _Run:
         rank, learner, tick = self.rank, self.tasks.learner, self.rank.control.tick
         rank.store.end_step()
         wanted = set(learner.begin(update))
-        graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
+        # A rank that only decodes has no part in it, but hears the leader's turns like any other.
+        graph = TaskGraph()
+        if rank.team.place.trains:
+            graph = build_update_graph([g for g in self.executor.graph.order if g in wanted])
         bodies = rank.sharing.around(rank.memory.residency.around(self.tasks.bodies()), lambda: False)
         executor = Executor(
             graph, self.schedule, rank.machine, rank.theta, bodies,

@@ -300,7 +300,9 @@ class StepTasks:
 
     def _exchange(self, key: TaskKey) -> None:
         own = self._decoded.pop(key.group, None)
-        self._hand_over(self._team.exchange_responses(key.group, self._profile.rollout.group_size, own), key)
+        result = self._team.exchange_responses(key.group, self._profile.rollout.group_size, own)
+        if self._team.place.trains:
+            self._hand_over(result, key)
 
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None

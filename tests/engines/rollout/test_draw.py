@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex_cli.engines.rollout.draw import draw, exponentials, restrict
+from rollplex_cli.engines.rollout.sampling.draw import draw, exponentials, restrict
 
 
 def rows(count: int, start: int = 0) -> torch.Tensor:

@@ -284,7 +284,7 @@ def publishes(rank: int) -> None:
     assert all(torch.equal(foreign[h], home) for h, home in sharded.homes.items())
     exchange = Exchange(sharded.plan, sharded.homes, groups.exchange)
     exchange.run()
-    check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+    check_published([sharded.plan], sharded.homes, actor.masters_of, None)
     alone = Alone(tiny.tiny_model(kv_heads=1, tied=False))
     start = {name: home.clone() for name, home in sharded.homes.items()}
     for step in range(20):
@@ -292,7 +292,7 @@ def publishes(rank: int) -> None:
         both = torch.tensor([loss], dtype=torch.float64)
         dist.all_reduce(both, group=groups.data)
         exchange.run()
-        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+        check_published([sharded.plan], sharded.homes, actor.masters_of, None)
         told = torch.tensor(train_step(alone, step, lambda _: True) if rank == 0 else (0.0, 0.0), dtype=torch.float64)
         dist.broadcast(told, src=0)
         expected, expected_norm = told.tolist()
@@ -317,11 +317,11 @@ def mutations(sharded: Sharded, actor: Actor, exchange: Exchange) -> None:
 
     def fails() -> None:
         with pytest.raises(RunFailedError, match="published weights are wrong"):
-            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+            check_published([sharded.plan], sharded.homes, actor.masters_of, None)
 
     def restore() -> None:
         exchange.run()
-        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+        check_published([sharded.plan], sharded.homes, actor.masters_of, None)
 
     hows = {transfer.how for transfer in exchange.transfers}
     assert hows == {"rows", "columns"}, hows
@@ -358,10 +358,10 @@ def drift(rank: int) -> None:
             train_step(actor, step, lambda _: True)
             exchange.run()
             if step == 0:
-                check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+                check_published([sharded.plan], sharded.homes, actor.masters_of, None)
                 setattr(actor._optimizer._sync, left_out, [])
         with pytest.raises(RunFailedError, match="published weights are wrong"):
-            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+            check_published([sharded.plan], sharded.homes, actor.masters_of, None)
         actor.close()
 
 
@@ -369,7 +369,9 @@ def main(rank: int, world: int, store: str) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    for check in (gradients, publishes, drift, adapters):
+    from sharded_delivery import deliveries  # it builds on this module
+
+    for check in (gradients, publishes, drift, adapters, deliveries):
         check(rank)
     dist.barrier()
     dist.destroy_process_group()

@@ -129,6 +129,16 @@ def test_colocate_runs_role_by_role_after_decode() -> None:
     assert kinds.index(K.ACTOR_PREFIX) > last_reference
 
 
+def test_a_rank_that_only_decodes_has_nothing_of_the_training() -> None:
+    graph = build_step_graph(range(3), reference=True, exchange=True, trains=False)
+    assert {key.kind for key in graph.tasks} == {K.DECODE, K.EXCHANGE, K.PUBLISH}
+    started = simulate(
+        graph, schedule_from("disagg", early_groups=True, prefixes_in_flight=0), [2, 0, 1], random.Random(0)
+    )
+    assert started[-1] == (TaskKey(K.PUBLISH), Phase.PUBLISH)  # after every hand-over, and no update to wait for
+    assert sum(key.kind is K.EXCHANGE for key, _ in started) == 3
+
+
 def test_without_early_groups_suffixes_wait_for_the_barrier() -> None:
     graph = build_step_graph(range(3), reference=True)
     started = simulate(

@@ -82,6 +82,20 @@ def test_what_was_said_of_another_step_is_ignored() -> None:
     assert second.release() == [] and not second.complete
 
 
+def test_a_rank_that_decodes_nothing_hears_the_order_and_says_nothing() -> None:
+    store = DictStore()
+    first, second = (DecodeBoard(store, "x", b, 2, posts=True) for b in range(2))
+    listener = DecodeBoard(store, "x", None, 2, posts=False)
+    for board in (first, second, listener):
+        board.begin_step(1, 2)
+    listener.advance(0, [], finished=True)
+    assert not store.values and not listener.listen() and listener.release() == []
+    second.advance(3, [(3, 1)], finished=True)
+    assert listener.listen() and listener.release() == []  # replica 0 may still complete something before
+    first.advance(2, [(2, 0)], finished=True)
+    assert listener.listen() and listener.release() == [0, 1] and listener.complete
+
+
 def test_the_leaders_word_is_taken() -> None:
     store = DictStore()
     leader, other = LeaderWord(store, "x", leads=True), LeaderWord(store, "x", leads=False)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     """(K shape, V shape of one layer, dtype, number of layers) -> zeroed K and V buffers, one per layer."""
 
 SAMPLING_BACKEND = "rollplex"
-"""Name under which `sampling.py` registers its sampler."""
+"""Name under which `sampling/backend.py` registers its sampler."""
 WATCHDOG_NEVER_S = 10.0**9
 GRAPH_BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -47,7 +47,8 @@ class RolloutOptions:
     """Prompt tokens prefilled in one step at most."""
     seed: int = 0
     replicas: tuple[tuple[int, ...], ...] | None = None
-    """Global ranks of every rollout replica, each rank once; `None`: every rank is its own replica (TP 1)."""
+    """Global ranks of every rollout replica, no rank twice; `None`: every rank is its own replica (TP 1). Ranks in none
+    of them call `absent.join_groups` meanwhile."""
     vision_cache_mib: int = 512
     """Vision embeddings kept between the first and the last sibling of a group."""
     fp32_lm_head: bool = False

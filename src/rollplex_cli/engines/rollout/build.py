@@ -20,8 +20,9 @@ from tqdm import tqdm
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.inputs import MediaTokens
-from rollplex_cli.engines.rollout import host, patches, sampling
+from rollplex_cli.engines.rollout import host, patches
 from rollplex_cli.engines.rollout.args import server_args
+from rollplex_cli.engines.rollout.sampling import backend
 from rollplex_cli.engines.rollout.scheduler import HostedScheduler
 from rollplex_cli.plan.families import family_of
 
@@ -68,7 +69,7 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
     image, video = media.image_token_id, media.video_token_id
     host.load_model_class(family)
     patches.apply(options.device, family.model_type)
-    sampling.register((image, video))
+    backend.register((image, video))
     patches.hooks.replicas = replicas
     patches.hooks.kv_buffers = options.kv_buffers
     patches.hooks.capture_stream = options.stream

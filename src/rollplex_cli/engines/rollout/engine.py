@@ -73,7 +73,7 @@ class SglangRollout:
     them communicates at TP 1.
 
     Raises:
-        ValueError: no default process group, replicas that are not a partition of its ranks, or a second engine.
+        ValueError: no default process group, replicas that overlap or lack this rank, or a second engine.
         UsageError: a checkpoint whose weight names SGLang would skip.
         ClusterError: SGLang missing, of another version, or imported for the other device.
     """
@@ -361,8 +361,9 @@ def _replica_layout(options: RolloutOptions) -> tuple[tuple[tuple[int, ...], ...
         raise ValueError("the rollout engine needs the default process group")
     world, rank = dist.get_world_size(), dist.get_rank()
     replicas = options.replicas or tuple((r,) for r in range(world))
-    if sorted(r for ranks in replicas for r in ranks) != list(range(world)):
-        raise ValueError(f"replicas must hold every rank of 0..{world - 1} once, got: {replicas}")
+    members = [r for ranks in replicas for r in ranks]
+    if len(set(members)) != len(members) or rank not in members or not set(members) <= set(range(world)):
+        raise ValueError(f"replicas must hold rank {rank} and any rank of 0..{world - 1} once, got: {replicas}")
     if len({len(ranks) for ranks in replicas}) != 1:
         raise ValueError(f"replicas must have equal sizes, got: {replicas}")
     own = next(ranks for ranks in replicas if rank in ranks)

@@ -16,8 +16,10 @@ from torch.nn import functional
 from tqdm import tqdm
 
 from rollplex_cli.engines.rollout import attention, host
+from rollplex_cli.engines.rollout.absent import group_lists
 
 if TYPE_CHECKING:
+    from rollplex_cli.engines.rollout.absent import Groups
     from rollplex_cli.engines.rollout.args import KvBuffers
     from rollplex_cli.engines.rollout.host import Device
 
@@ -27,7 +29,7 @@ class Hooks:
     """What the patched functions read: set by the engine under construction, from its own thread."""
 
     replicas: tuple[tuple[int, ...], ...] = ()
-    """Global ranks of each rollout replica; every rank of the default group appears once."""
+    """Global ranks of each rollout replica; each rank at most once."""
     kv_buffers: KvBuffers | None = None
     capture_stream: torch.cuda.Stream | None = None
 
@@ -40,18 +42,23 @@ def _init_parallel_groups(*, backend: str, server_args: Any, model_config: Any, 
     from sglang.srt.distributed import parallel_state as state
     from sglang.srt.layers.dp_attention import initialize_dp_attention
 
-    replicas = [list(ranks) for ranks in hooks.replicas]
-    singles = [[rank] for ranks in replicas for rank in ranks]
+    world, tensor, pipeline = group_lists(hooks.replicas)
 
-    def group(lists: list[list[int]], name: str) -> Any:
+    def group(lists: Groups, name: str) -> Any:
         return state.init_model_parallel_group(
-            lists, gpu_id, backend, use_custom_allreduce=False, group_name=name, use_message_queue_broadcaster=False
+            [list(ranks) for ranks in lists],
+            gpu_id,
+            backend,
+            use_custom_allreduce=False,
+            group_name=name,
+            use_message_queue_broadcaster=False,
         )
 
-    # Creating a group is a collective of the default group: same lists, same order on every rank.
-    state._WORLD = group(replicas, "world")
-    state._TP = group(replicas, "tp")
-    state._PP = group(singles, "pp")
+    # Creating a group is a collective of the default group: same lists, same order on every rank, those that have no
+    # engine included (`absent.join_groups`).
+    state._WORLD = group(world, "world")
+    state._TP = group(tensor, "tp")
+    state._PP = group(pipeline, "pp")
     state._ATTN_TP = state._MOE_TP = state._TP
     state._ATTN_CP = state._MOE_DP = state._MOE_EP = state._PP
     initialize_dp_attention(server_args=server_args, model_config=model_config)

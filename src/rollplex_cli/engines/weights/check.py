@@ -17,7 +17,7 @@ from rollplex_cli.engines.weights.staged import staged
 from rollplex_cli.engines.weights.views import view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
 
@@ -25,33 +25,39 @@ MAX_NAMED = 6
 
 
 def check_published(
-    plan: ShardPlan,
+    plans: Sequence[ShardPlan],
     rollout_params: Mapping[str, torch.Tensor],
-    masters_of: Callable[[str], Iterable[tuple[Box, torch.Tensor]]],
+    masters_of: Callable[[str], Iterable[tuple[Box, torch.Tensor]]] | None,
     group: dist.ProcessGroup | None,
 ) -> None:
-    """Compare the weights of all ranks after a publish. A collective of `group` (all ranks that train the model).
-    `masters_of` gives boxes of a parameter with their masters: those that this rank holds, none for a frozen one.
+    """Compare the weights of all ranks after a publish. A collective of `group` (all ranks that hold weights).
 
     Three statements, which together say that every shard holds the bytes its owner wrote: a rank's parameters are its
-    masters rounded to their type; ranks with the same rollout shard hold the same bytes; ranks that train the same
-    part of a tensor (replicated, shared key/value heads, data parallel) have the same values.
+    masters rounded to their type; ranks with the same rollout shard hold the same bytes; ranks that hold the same part
+    of a tensor (replicated, shared key/value heads, data parallel, decoded with elsewhere) have the same values.
+
+    Args:
+        plans: of the training shards looked at in `rollout_params`: a training rank's own, or all that lie in the
+            rollout shard of a rank that only decodes.
+        masters_of: boxes of a parameter with their masters: those that this rank holds, none for a frozen one; None
+            where the rank does not train.
 
     Raises:
         RunFailedError: on every rank, naming tensors and ranks.
     """
+    held = [(name, view_of(rollout_params[p.home], p), p) for plan in plans for name, p in plan.placements.items()]
     faults = [
         f"`{name}` is not what its master says"
-        for name, placement in plan.placements.items()
-        if not _equals_masters(view_of(rollout_params[placement.home], placement), masters_of(name))
+        for name, view, _ in held
+        if masters_of is not None and not _equals_masters(view, masters_of(name))
     ]
+    first = plans[0]
     own = {
         "faults": faults,
-        "homes": {f"{name}@{plan.rollout_shard}": _digest(rollout_params[name]) for name in plan.homes},
-        "trained": {
-            f"{p.tensor}@{p.box.offset}+{p.box.shape}": _digest(view_of(rollout_params[p.home], p))
-            for p in plan.placements.values()
+        "homes": {
+            f"{name}@{first.rollout_shard}/{first.rollout_tp}": _digest(rollout_params[name]) for name in first.homes
         },
+        "trained": {f"{p.tensor}@{p.box.offset}+{p.box.shape}": _digest(view) for _, view, p in held},
     }
     ranks: list[dict[str, Any]] = [own]
     if dist.get_world_size(group) > 1:

@@ -83,6 +83,11 @@ class CheckpointReader:
             )
 
 
+def home_shapes(plan: ShardPlan) -> dict[str, tuple[int, ...]]:
+    """Shapes of a rank's rollout tensors, for where no rollout engine makes them."""
+    return {name: (parts[-1].first_row + parts[-1].rows, *parts[0].box.shape[1:]) for name, parts in plan.homes.items()}
+
+
 @torch.no_grad()
 def fill_homes(plan: ShardPlan, homes: Mapping[str, torch.Tensor], read: Callable[[str, Box], torch.Tensor]) -> None:
     """Write every byte of a rank's rollout tensors from `read(tensor, box)`; padded rows become zero."""

@@ -36,9 +36,10 @@ def machine_of(site: Site, plan: Plan) -> Machine:
 def check_topology(plan: Plan) -> Finding:
     """Never an error: a topology that does not divide has no plan."""
     place = plan.topology
+    halves = f", ranks {place.num_training_ranks} and up decode" if place.disaggregated else ""
     text = (
         f"{place.num_ranks} ranks = {place.num_nodes} nodes x {place.ranks_per_node}: data parallel "
-        f"{place.data_parallel} x train TP {place.train_tp}, rollout TP {place.rollout_tp}"
+        f"{place.data_parallel} x train TP {place.train_tp}, rollout TP {place.rollout_tp}{halves}"
     )
     return ok("topology", text)
 

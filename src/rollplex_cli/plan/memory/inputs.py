@@ -10,6 +10,8 @@ from rollplex_cli.plan.model import ModelShape, shard_count
 PrefixActivations = Literal["keep", "host", "recompute"]
 Master = Literal["full", "split"]
 Ablation = Literal["no-kv-release", "no-reference-release", "no-snapshot-release", "no-optimizer-chunks", "naive"]
+Role = Literal["both", "training", "rollout"]
+"""Which engines a rank holds."""
 ABLATIONS: tuple[Ablation, ...] = (
     "no-kv-release",
     "no-reference-release",
@@ -63,6 +65,7 @@ class MemoryInputs:
     """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
     resident: bool = False
     """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
+    role: Role = "both"
     without: frozenset[Ablation] = frozenset()
     """Measures left out."""
 

@@ -55,6 +55,9 @@ CLASSES: dict[str, ObjectClass] = {
 }
 """Objects in the order of tables and pictures. `second_weights` and `optimizer_state` are in device memory only where a
 measure is left out."""
+OF_ANY_ROLE = frozenset({"snapshot", "publish_staging", "context_and_graphs"})
+OF_THE_ROLLOUT = frozenset({"rollout_kv", "vision_cache", "rollout_workspace"})
+"""Of a rank that only decodes; all others are of one that only trains."""
 IN_REGIONS = ("snapshot", "rollout_kv", "reference_weights", "gradients")
 """What lies in regions: it stays under `memory.residency: resident`, and on a CPU the budget counts nothing else."""
 
@@ -97,7 +100,7 @@ def overhead_bytes(inputs: MemoryInputs) -> int:
     """What a GPU process takes whatever it computes."""
     if not inputs.on_gpu:
         return 0
-    alone = inputs.train_tp * inputs.data_parallel == 1
+    alone = inputs.train_tp * inputs.data_parallel == 1 and inputs.role == "both"
     return CONTEXT_BYTES + WORKSPACE_BYTES + (0 if alone else COMMUNICATION_BYTES)
 
 
@@ -199,7 +202,12 @@ class _Table:
 
     def _moment(self, name: str, phase: Phase, **objects: int) -> Moment:
         objects["context_and_graphs"] = overhead_bytes(self._inputs)
-        return Moment(name=name, phase=phase, objects={key: objects[key] for key in CLASSES if objects.get(key)})
+        present = {key: objects[key] for key in CLASSES if objects.get(key) and self._has(key)}
+        return Moment(name=name, phase=phase, objects=present)
+
+    def _has(self, name: str) -> bool:
+        role = self._inputs.role
+        return role == "both" or name in OF_ANY_ROLE or (role == "rollout") == (name in OF_THE_ROLLOUT)
 
 
 def foreign_bytes(inputs: MemoryInputs) -> int:

@@ -25,7 +25,7 @@ from rollplex_cli.plan.topology import build_topology, head_faults
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.rl.rewards.scorer import Scorer
 from rollplex_cli.runtime.assembly.build_memory import build_memory
-from rollplex_cli.runtime.assembly.build_rollout import build_rollout, media_tokens_of
+from rollplex_cli.runtime.assembly.build_rollout import build_absent, build_rollout, media_tokens_of
 from rollplex_cli.runtime.assembly.build_trainer import build_trainer, foreign_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, build_sharing, device_of, set_up_lane
 from rollplex_cli.runtime.assembly.rank import Engines, Rank
@@ -99,6 +99,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
             profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer",
             residency=residency, foreign=foreign_weights(profile, run.base_dir, team),
         )
+        if team.place.decodes else build_absent(profile, run.base_dir, team, residency)
     )  # fmt: skip
     rollout = control.await_future(built, "building the rollout engine")
     # After the engine's libraries, which install handlers of their own.
@@ -109,7 +110,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         trainer_lane.submit(lambda: build_trainer(profile, run.base_dir, params, banned, team, residency)),
         "building the trainer",
     )
-    publisher = Publisher(team, trainer.plan, params, rollout, trainer.actor, check=profile.guards.check_publish)
+    publisher = Publisher(team, trainer.plans, params, rollout, trainer.actor, check=profile.guards.check_publish)
     builder, task = PromptBuilder(run.base_dir, profile.data), load_task(profile.task.name)
     scorer = Scorer(profile.reward, task.reward, getattr(task, "REWARD_PARTS", {}))
     samples = task.samples(run.data_dir, "train")
@@ -123,10 +124,10 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         profile=profile, run=run, peers=peers, control=control, events=events, machine=machine,
         rollout_lane=rollout_lane, trainer_lane=trainer_lane, host_lane=host_lane,
         engines=Engines(
-            rollout=rollout, actor=trainer.actor, reference=trainer.reference, builder=builder, task=task,
+            rollout=rollout, own_actor=trainer.actor, reference=trainer.reference, builder=builder, task=task,
             scorer=scorer, publisher=publisher,
         ),
-        team=team, plan=trainer.plan,
+        team=team, plan=trainer.plans[0],
         loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
         sharing=build_sharing(profile), memory=memory,
     )  # fmt: skip
@@ -186,13 +187,15 @@ def _team(profile: Profile, run: RunFolder, control: Control) -> Team:
     faults = head_faults(shape, wanted.train_tp, wanted.rollout_tp)
     if faults:
         raise UsageError("the model cannot be split this way:" + "".join(f"\n  {fault}" for fault in faults))
-    if wanted.rollout_tp > 1 and device_of(profile) == "cuda" and profile.schedule.name != "colocate":
+    if wanted.rollout_tp > 1 and device_of(profile) == "cuda" and profile.schedule.name == "rollplex":
         raise UsageError(
-            f"training beside a rollout of several GPUs needs one launch order of their collectives, which only "
-            f"`schedule.name: colocate` has: `{profile.schedule.name}` with `topology.rollout_tp` {wanted.rollout_tp}",
+            f"training beside a rollout of several GPUs needs one launch order of their collectives, which "
+            f"`schedule.name: rollplex` has not: `topology.rollout_tp` is {wanted.rollout_tp}",
             hint="set `topology.rollout_tp` to 1, or `schedule.name` to `colocate`",
         )
-    topology = build_topology(wanted.num_nodes, wanted.ranks_per_node, wanted.train_tp, wanted.rollout_tp)
+    topology = build_topology(
+        wanted.num_nodes, wanted.ranks_per_node, wanted.train_tp, wanted.rollout_tp, disaggregated=profile.disaggregated
+    )
     place = topology.places[control.peers.rank]
     timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
     groups = build_groups(topology, place, shape.num_kv_heads, timeout)

@@ -58,8 +58,9 @@ def build_memory(
         meter.changed()
         on_change(change)
 
-    # The profile's host budget is that of a node.
-    host_share = host // profile.topology.ranks_per_node
+    # The profile's host budget is that of a node, for its ranks that train.
+    ranks = profile.topology.ranks_per_node
+    host_share = host // (max(1, min(ranks, profile.num_ranks // 2)) if profile.disaggregated else ranks)
     manager = MemoryManager(driver, budget_bytes=budget, host_budget_bytes=host_share, on_change=changed)
     meter = PhaseMeter(manager, capped=settings.budget_gib is not None)
     return RankMemory(residency=Residency(manager, Policy(settings.residency), where=where), meter=meter)

@@ -6,15 +6,19 @@ import contextlib
 import json
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypedDict
 
+import torch
 import torch.distributed as dist
 
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.lora.adapters import LoraSettings
+from rollplex_cli.engines.rollout.absent import AbsentRollout, join_groups
 from rollplex_cli.engines.rollout.args import RolloutOptions
 from rollplex_cli.engines.rollout.engine import SglangRollout
+from rollplex_cli.engines.weights.load import home_shapes
+from rollplex_cli.engines.weights.skeleton import build_shards, load_config
 from rollplex_cli.runtime.assembly.build_memory import place_key_values, place_weights
 from rollplex_cli.runtime.assembly.devices import backend_of, device_of, rollout_stream
 
@@ -25,6 +29,15 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.rollout.base import RolloutEngine
     from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.runtime.team.team import Team
+
+
+class Degrees(TypedDict):
+    """Arguments of `build_shards`."""
+
+    train_tp: int
+    training_shard: int
+    rollout_tp: int
 
 
 def media_tokens_of(model_dir: Path) -> MediaTokens:
@@ -80,6 +93,26 @@ def build_rollout(
     if residency is not None:
         residency.rest("rollout_kv")
     return engine
+
+
+def build_absent(profile: Profile, model_dir: Path, team: Team, residency: Residency) -> RolloutEngine:
+    """What a rank that only trains has in place of an engine: memory for the weights that it trains. Call it where
+    other ranks call `build_rollout`."""
+    topology, device = team.topology, device_of(profile)
+    join_groups(topology.rollout_tp_groups, "nccl" if device == "cuda" else "gloo")
+    tokens, dtype = media_tokens_of(model_dir), getattr(torch, profile.model.dtype)
+    _, plan = build_shards(load_config(model_dir), dtype, **own_degrees(team))
+    specs = {name: (shape, dtype) for name, shape in home_shapes(plan).items()}
+    homes = residency.place("snapshot", specs, stays=True)
+    return AbsentRollout(homes, (tokens.image_token_id, tokens.video_token_id))
+
+
+def own_degrees(team: Team) -> Degrees:
+    """The layout of the weights on a rank: training shards inside the rollout's, or, on a rank that only trains, its
+    training shard alone."""
+    topology, place = team.topology, team.place
+    rollout_tp = topology.rollout_tp if place.decodes else topology.train_tp
+    return {"train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": rollout_tp}
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from rollplex_cli.engines.weights.skeleton import (
 from rollplex_cli.engines.weights.views import bind_views
 from rollplex_cli.memory.regions import Content
 from rollplex_cli.runtime.assembly.build_memory import gradient_memory, optimizer_staging, place_staging
-from rollplex_cli.runtime.assembly.build_rollout import lora_settings
+from rollplex_cli.runtime.assembly.build_rollout import lora_settings, own_degrees
 from rollplex_cli.runtime.assembly.devices import device_of
 
 if TYPE_CHECKING:
@@ -35,16 +35,19 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
     from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
+    from rollplex_cli.runtime.assembly.build_rollout import Degrees
     from rollplex_cli.runtime.team.team import Team
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What trains, and the plan of its weights."""
+    """What trains, and the plans of its weights."""
 
-    actor: Actor
+    actor: Actor | None
+    """None on a rank that only decodes."""
     reference: Reference | None
-    plan: ShardPlan
+    plans: tuple[ShardPlan, ...]
+    """Of the rank's training shard; of all those in its rollout shard where it only decodes, in their order."""
 
 
 def build_trainer(
@@ -57,7 +60,8 @@ def build_trainer(
 ) -> Trainer:
     """Load the base checkpoint into the rollout's tensors; actor on views of them with its optimizer's state in
     page-locked memory; reference on a copy of its own where KL needs one, or on the same views without the adapters
-    that are trained beside them. Gradients, staging memory and reference are without memory until their next lease.
+    that are trained beside them. Gradients, staging memory and reference are without memory until their next lease. A
+    rank that only decodes is left at the first of these.
 
     Call it on the thread that will own both; every rank at the same point.
 
@@ -68,12 +72,17 @@ def build_trainer(
     """
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
     reader = open_weights(base_dir, config, device_of(profile))
-    degrees, lora = _degrees(team), lora_settings(profile)
+    degrees, lora = own_degrees(team), lora_settings(profile)
     model, plan = build_shards(config, dtype, lora=lora, **degrees)
     bind_views(model, rollout_params, plan)
     fill_homes(plan, rollout_params, AdaptedReader(reader.read, plan, profile.runtime.seed).read)
     if torch.cuda.is_initialized():
         torch.cuda.current_stream().synchronize()  # the rollout reads them on another stream
+    if not team.place.trains:
+        q = team.topology.replicas_per_group
+        shards = range(q * team.place.rollout_shard, q * (team.place.rollout_shard + 1))
+        plans = tuple(_plan(config, dtype, degrees, shard) for shard in shards)
+        return Trainer(actor=None, reference=None, plans=plans)
     shard, settings = team.shard(plan), profile.optimizer
     actor = Actor(
         model,
@@ -102,33 +111,34 @@ def build_trainer(
     residency.rest("gradients")
     place_staging(residency, actor.staging_bytes)
     if profile.algorithm.kl_coef == 0:
-        return Trainer(actor=actor, reference=None, plan=plan)
+        return Trainer(actor=actor, reference=None, plans=(plan,))
     options: dict[str, Any] = {"temperature": profile.rollout.temperature, "banned_token_ids": banned, "shard": shard}
     if lora is not None:
-        return Trainer(actor=actor, reference=Reference(model, **options), plan=plan)
+        return Trainer(actor=actor, reference=Reference(model, **options), plans=(plan,))
     frozen, _ = build_shards(config, dtype, lora=None, **degrees)
     shapes = {name: (tuple(param.shape), param.dtype) for name, param in frozen.named_parameters()}
     places = residency.place("reference_weights", shapes, content=Content.CONSTANT)
     fill_parameters(plan, frozen, reader.read, device_of(profile), places)
     reference = Reference(frozen, **options)
     residency.rest("reference_weights")
-    return Trainer(actor=actor, reference=reference, plan=plan)
+    return Trainer(actor=actor, reference=reference, plans=(plan,))
+
+
+def _plan(config: Any, dtype: torch.dtype, degrees: Degrees, shard: int) -> ShardPlan:
+    """The plan of another training shard at the same degrees."""
+    _, plan = build_shards(
+        config, dtype, train_tp=degrees["train_tp"], training_shard=shard, rollout_tp=degrees["rollout_tp"]
+    )
+    return plan
 
 
 def foreign_weights(profile: Profile, base_dir: Path, team: Team) -> dict[str, list[tuple[int, int]]]:
     """Rows of the rollout's tensors that other ranks train, see `foreign_rows`; none where adapters are trained, beside
-    weights that no publish writes again."""
-    if profile.lora is not None:
+    weights that no publish writes again, or where no rank does both, and what lies in them has no other place here."""
+    if profile.lora is not None or team.topology.disaggregated:
         return {}
     config, dtype = load_config(base_dir), getattr(torch, profile.model.dtype)
-    return foreign_rows(build_shards(config, dtype, lora=None, **_degrees(team))[1])
-
-
-def _degrees(team: Team) -> dict[str, int]:
-    topology, place = team.topology, team.place
-    return {
-        "train_tp": topology.train_tp, "training_shard": place.training_shard, "rollout_tp": topology.rollout_tp
-    }  # fmt: skip
+    return foreign_rows(build_shards(config, dtype, lora=None, **own_degrees(team))[1])
 
 
 class Weights(Protocol):

@@ -40,12 +40,19 @@ class Engines:
     """The engines of a rank and what scores their answers."""
 
     rollout: RolloutEngine
-    actor: Actor
+    own_actor: Actor | None
+    """None on a rank that only decodes."""
     reference: Reference | None
     builder: PromptBuilder
     task: Task
     scorer: Scorer
     publisher: Publisher
+
+    @property
+    def actor(self) -> Actor:
+        """The actor of a rank that trains."""
+        assert self.own_actor is not None, "this rank only decodes"
+        return self.own_actor
 
 
 @dataclass(slots=True, kw_only=True)

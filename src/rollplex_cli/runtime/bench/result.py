@@ -14,7 +14,7 @@ import torch
 from rollplex_cli.runtime.bench.update import summarize_updates
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.bench.run import Variant
@@ -34,7 +34,9 @@ def build_result(
     bound = _bound_s(rank, rows)
     efficiency = {m.batch: max(o.efficiency for o in measured if o.batch == m.batch) for m in measured}
     return {
-        "results": [_summary(variant, rows, workload, bound, efficiency) for variant in variants],
+        "results": [
+            {**_summary(variant, rows, workload, bound, efficiency), "layout": _layout(rank)} for variant in variants
+        ],
         "hardware": _hardware(rank),
         "ranks": rank.peers.world_size,
         "model": rank.profile.model.config,
@@ -49,6 +51,17 @@ def build_result(
     }
 
 
+def _layout(rank: Rank) -> dict[str, int]:
+    """Ranks by role, and degrees."""
+    topology = rank.team.topology
+    return {
+        "training_ranks": sum(place.trains for place in topology.places),
+        "rollout_ranks": sum(place.decodes for place in topology.places),
+        "train_tp": topology.train_tp,
+        "rollout_tp": topology.rollout_tp,
+    }
+
+
 def _raw(row: dict[str, Any]) -> dict[str, Any]:
     names = ("step_s", "phase_s", "loss", "grad_norm", "logprob_diff_mean", "peak_bytes", "response_tokens_mean")
     return {name: row.get(name) for name in (*names, "prompt_tokens", "device_allocations")}
@@ -60,12 +73,6 @@ def _summary(
     own = rows[variant.name]
     times = [r["step_s"] for r in own]
     phases = sorted({phase for r in own for phase in r["phase_s"]})
-    # A ratio per pair, then its median: both steps of a pair had the same prompts at nearly the same time.
-    ratios = {
-        other: [theirs["step_s"] / mine["step_s"] for theirs, mine in zip(rows[other], own, strict=True)]
-        for other in rows
-        if other != variant.name
-    }
     tokens = [sum(r["prompt_tokens"]) + r["response_tokens_mean"] * _responses(r) for r in own]
     peaks = [r["peak_bytes"] for r in own if r.get("peak_bytes")]
     middle = statistics.median(times)
@@ -77,15 +84,28 @@ def _summary(
         "step_s_median": middle,
         "step_s_spread": [min(times), max(times)],
         "phase_s": {p: statistics.median(r["phase_s"].get(p, 0.0) for r in own) for p in phases},
-        "ratio": {other: statistics.median(values) for other, values in ratios.items()},
-        "ratio_spread": {other: [min(values), max(values)] for other, values in ratios.items()},
-        "ratio_ci95": {other: ratio_interval(values) for other, values in ratios.items()},
+        **compare(variant.name, rows),
         "co_run_efficiency": efficiency or None,
         "peak_bytes": max(peaks) if peaks else None,
         "bound_ratio": middle / bound if bound else None,
         "tokens_per_s": statistics.median(n / t for n, t in zip(tokens, times, strict=True)),
         "response_tokens_mean": statistics.median(r["response_tokens_mean"] for r in own),
         "logprob_diff_mean": statistics.median(r["logprob_diff_mean"] for r in own),
+    }
+
+
+def compare(name: str, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Step times of every other variant over this one's: a ratio per pair, then its median, spread and interval. Both
+    steps of a pair had the same prompts and response lengths."""
+    ratios = {
+        other: [theirs["step_s"] / mine["step_s"] for theirs, mine in zip(rows[other], rows[name], strict=True)]
+        for other in rows
+        if other != name
+    }
+    return {
+        "ratio": {other: statistics.median(values) for other, values in ratios.items()},
+        "ratio_spread": {other: [min(values), max(values)] for other, values in ratios.items()},
+        "ratio_ci95": {other: ratio_interval(values) for other, values in ratios.items()},
     }
 
 
@@ -118,8 +138,10 @@ def _bound_s(rank: Rank, rows: Rows) -> float | None:
     own = rows["colocate"]
     decode = statistics.median(r["phase_s"]["GENERATE"] for r in own)
     params = sum(p.numel() for name, p in rank.engines.actor.named_parameters().items() if "visual" not in name)
-    prompts = statistics.median(sum(r["prompt_tokens"]) for r in own)
-    responses = statistics.median(r["response_tokens_mean"] * _responses(r) for r in own)
+    # A training group trains its share of a step's prompts.
+    groups = rank.team.topology.data_parallel
+    prompts = statistics.median(sum(r["prompt_tokens"]) for r in own) / groups
+    responses = statistics.median(r["response_tokens_mean"] * _responses(r) for r in own) / groups
     reference = 1 if rank.engines.reference is not None else 0
     # Prefix: rollout, reference, actor, its recomputation and backward. Suffix: reference, actor and backward.
     forwards = prompts * (1 + reference + 1 + 1 + 2) + responses * (reference + 1 + 2)

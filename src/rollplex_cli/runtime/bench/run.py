@@ -1,7 +1,8 @@
 """Benchmark of schedules: the same prompts and response lengths under each, in alternation, in one process.
 
 Alternating ABBA inside one run cancels what drifts (clock, caches, neighbours on the host); two separate runs
-would compare those instead of the schedules.
+would compare those instead of the schedules. `disagg` alone needs another set of engines, with half of the ranks in
+each role: it takes the same pairs in processes of its own, right after the others (`join.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import json
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.plan.workloads import WORKLOADS
 from rollplex_cli.profile.schema import ReuseProfile
 from rollplex_cli.profile.sharing import parse_policy
+from rollplex_cli.runtime.bench.join import join
 from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
 from rollplex_cli.runtime.bench.result import build_result
 from rollplex_cli.runtime.executor.schedules import schedule_from
@@ -61,6 +64,7 @@ def run_bench(rank: Rank) -> None:
 
     Raises:
         UsageError: an unknown baseline, workload or ablation.
+        RunFailedError: a result to join whose work was another.
     """
     request = read_json(rank.run.bench) or {}
     workload = _workload(request)
@@ -82,6 +86,8 @@ def run_bench(rank: Rank) -> None:
                 rows[variant.name].append(row)
     if rank.peers.rank == 0:
         result = build_result(rank, variants, rows, request, measured)
+        if "beside" in request:
+            result = join(read_json(Path(request["beside"])) or {}, result)
         write_atomic(rank.run.bench_result, json.dumps(result, indent=2) + "\n")
 
 
@@ -93,15 +99,19 @@ def _step(
     allocations = _device_allocations()
     rank.memory.meter.take_driver_peak()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
-    outcome = result.tasks.outcome
-    assert outcome is not None
+    outcome = result.tasks.outcome  # of a rank that trains
+    peak = rank.memory.meter.take_driver_peak() if torch.cuda.is_available() else None
+    prompt_tokens = [i.num_tokens for i in inputs] if rank.team.leads else []
+    own = {"prompt_tokens": prompt_tokens, "peak_bytes": peak or 0}
+    every = rank.peers.meet(f"bench step {number}", own, rank.control.tick)
+    prompt_tokens = [n for theirs in every for n in theirs["prompt_tokens"]]
     row = {
         **result.row,
-        "optimizer": dataclasses.asdict(outcome.stats),
-        "peak_bytes": rank.memory.meter.take_driver_peak() if torch.cuda.is_available() else None,
+        "optimizer": dataclasses.asdict(outcome.stats) if outcome is not None else None,
+        "peak_bytes": max(theirs["peak_bytes"] for theirs in every) or None,
         "device_allocations": _device_allocations() - allocations,
-        "prompt_tokens": [i.num_tokens for i in inputs],
-        "num_responses": len(inputs) * rank.profile.rollout.group_size,
+        "prompt_tokens": prompt_tokens,
+        "num_responses": len(prompt_tokens) * rank.profile.rollout.group_size,
     }
     if rank.peers.rank == 0:
         with rank.run.metrics.open("a", encoding="utf-8") as stream:
@@ -116,14 +126,13 @@ def _device_allocations() -> int:
 
 def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
     own = profile.schedule.name
+    if profile.disaggregated:
+        profile = _as_published(profile)
     policies = request.get("policies") or [profile.schedule.policy]
     found = [_variant(profile, own if i == 0 else f"{own} {p}", own, p) for i, p in enumerate(policies)]
     for name in request.get("baselines", []):
         if name == "colocate":
-            # As published: every role computes every prefix once, and every group is trained.
-            algorithm = dataclasses.replace(profile.algorithm, skip_zero_variance=False)
-            paper = dataclasses.replace(profile, reuse=NOTHING_REUSED, algorithm=algorithm)
-            found.append(_variant(paper, name, "colocate", "serial"))
+            found.append(_variant(_as_published(profile), name, "colocate", "serial"))
         elif name == "colocate_same_work":
             found.append(_variant(profile, name, "colocate", "serial"))
         else:
@@ -133,6 +142,12 @@ def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
             raise UsageError(f"no such ablation: `{name}`", hint=f"ablations are: {', '.join(ABLATIONS)}")
         found.append(_variant(profile, f"without {name}", own, policies[0], ablation=name))
     return list({variant.name: variant for variant in found}.values())
+
+
+def _as_published(profile: Profile) -> Profile:
+    """A baseline's: every role computes every prefix once, and every group is trained."""
+    algorithm = dataclasses.replace(profile.algorithm, skip_zero_variance=False)
+    return dataclasses.replace(profile, reuse=NOTHING_REUSED, algorithm=algorithm)
 
 
 def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: str = "") -> Variant:

@@ -138,6 +138,8 @@ class Executor:
                 with self._changed:
                     self._cancel_group(key.group)
                 continue
+            if key not in self.graph.tasks:
+                continue  # a rank that only decodes has the exchanges, and nothing else of what the leader orders
             with self._changed:
                 # A follower may be behind the leader in decode or in its control thread's phase.
                 while not (self.graph.is_ready(key) and self._machine.state in self._schedule.phases(key.kind)):

@@ -194,6 +194,7 @@ def build_step_graph(
     exchange: bool = False,
     kl_in_reward: bool = False,
     prefix_from_rollout: bool = False,
+    trains: bool = True,
 ) -> TaskGraph:
     """The graph of section 1 of the design for one step.
 
@@ -203,6 +204,7 @@ def build_step_graph(
         exchange: whether responses come from other ranks of the training group.
         kl_in_reward: whether advantages need the reference's log-probs, and suffixes do not.
         prefix_from_rollout: whether the actor takes its boundary from the rollout, which has it when it decoded.
+        trains: whether this rank trains; one that does not decodes, hands the responses on and takes the weights.
     """
     graph = TaskGraph()
     last: list[TaskKey] = []
@@ -213,6 +215,9 @@ def build_step_graph(
         if exchange:
             final = TaskKey(TaskKind.EXCHANGE, g)
             graph.add(final, [decode])
+        if not trains:
+            last.append(final)
+            continue
         reward, advantage = TaskKey(TaskKind.REWARD, g), TaskKey(TaskKind.ADVANTAGE, g)
         graph.add(reward, [final])
         graph.add(prefix, [final] if prefix_from_rollout else [])
@@ -228,7 +233,9 @@ def build_step_graph(
         graph.add(suffix, needs)
         graph.add(backward, [suffix])
         last.append(backward)
-    update = TaskKey(TaskKind.UPDATE)
-    graph.add(update, last)
-    graph.add(TaskKey(TaskKind.PUBLISH), [update])
+    if trains:
+        update = TaskKey(TaskKind.UPDATE)
+        graph.add(update, last)
+        last = [update]
+    graph.add(TaskKey(TaskKind.PUBLISH), last)
     return graph

@@ -32,7 +32,8 @@ _TOWARDS_THE_END = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """`colocate` (everything after decode, role by role) or `rollplex` (prefixes beside decode)."""
+    """`colocate` (everything after decode, role by role) or `rollplex` (prefixes beside decode). `disagg` has the order
+    of `colocate`: what differs is which rank has which tasks."""
 
     overlap: bool
     """Whether prefixes may run beside decode."""

@@ -57,13 +57,14 @@ class DecodeBoard:
     """A rank's view of all replicas of its training group, over the rendezvous store. Used by the rollout lane only.
 
     Args:
-        store: a connection of its own: another thread's blocking read must not delay it. None where `replicas` is 1.
+        store: a connection of its own: another thread's blocking read must not delay it. None where `replicas` is 1
+            and no other rank listens.
         name: of the training group, unique in the run.
-        replica: this rank's.
+        replica: this rank's; None where it decodes nothing and only listens.
         posts: whether this rank speaks for its replica.
     """
 
-    def __init__(self, store: Store | None, name: str, replica: int, replicas: int, *, posts: bool) -> None:
+    def __init__(self, store: Store | None, name: str, replica: int | None, replicas: int, *, posts: bool) -> None:
         self._store, self._name, self._replica, self._replicas, self._posts = store, name, replica, replicas, posts
         self._step = 0
         self._order = MergedOrder(replicas, 0)
@@ -80,6 +81,8 @@ class DecodeBoard:
 
     def advance(self, clock: int, completed: Iterable[tuple[int, int]], *, finished: bool) -> None:
         """This replica has taken `clock` decode steps; `completed` are new (decode step, group)."""
+        if self._replica is None:
+            return
         self._done += completed
         clock = FINISHED if finished else clock
         self._order.report(self._replica, clock, self._done)

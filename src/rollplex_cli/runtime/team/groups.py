@@ -30,9 +30,12 @@ class ProcessGroups:
     exchange: dist.ProcessGroup | None
     """Ranks that hold the same rollout shard in one training group."""
     order: dist.ProcessGroup | None
-    """The training group on the host, for the leader's decisions."""
+    """The team (the training group, and ranks that only decode for it) on the host, for the leader's decisions."""
     responses: dist.ProcessGroup | None
-    """The training group on the host, for responses."""
+    """The team on the host, for responses."""
+    deliveries: tuple[dist.ProcessGroup, ...] = ()
+    """Of ranks with one role: the updated weights' ways. One on a training rank; on a rollout rank one for each
+    training shard in its rollout shard, in their order."""
 
 
 def build_groups(
@@ -50,11 +53,15 @@ def build_groups(
 
     several = topology.train_tp > 1
     exchanged = topology.replicas_per_group > 1
+    apart = topology.disaggregated
     return ProcessGroups(
         train=mine(topology.train_tp_groups, wanted=several),
         key_values=mine(topology.kv_groups(num_kv_heads), wanted=several),
-        data=mine(topology.data_parallel_groups, wanted=several),
+        data=mine(topology.data_parallel_groups, wanted=several or apart),
         exchange=mine(topology.exchange_groups, wanted=exchanged),
-        order=mine(topology.train_tp_groups, wanted=several, host=True),
-        responses=mine(topology.train_tp_groups, wanted=exchanged, host=True),
+        order=mine(topology.team_groups, wanted=several or apart, host=True),
+        responses=mine(topology.team_groups, wanted=exchanged or apart, host=True),
+        deliveries=tuple(
+            group for ranks in topology.delivery_groups if (group := mine((ranks,), wanted=True)) is not None
+        ),
     )

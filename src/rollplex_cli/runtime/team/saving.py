@@ -28,20 +28,29 @@ def save(rank: Rank, step: int, state: dict[str, Any], *, is_best: bool = False)
     folder, first = rank.run.checkpoints_dir, rank.peers.rank == 0
     with rank.events.span("checkpoint", step=step, phase=Phase.CHECKPOINT, lane="control"):
         _together(rank, step, "begin", (lambda: checkpoint.begin(folder, step)) if first else None)
-        entries, writer = owned_entries(rank.engines.actor, rank.plan), rank.peers.rank
-        written = _together(rank, step, "write", lambda: checkpoint.write(folder, step, writer, entries))
+        writer, writes = rank.peers.rank, rank.team.place.trains
+
+        def write() -> dict[str, int]:
+            return checkpoint.write(folder, step, writer, owned_entries(rank.engines.actor, rank.plan))
+
+        written = _together(rank, step, "write", write if writes else None)
         files = {name: size for sizes in written if sizes for name, size in sizes.items()}
-        whole = {**state, "phase": str(Phase.PUBLISH), "updates": rank.engines.actor.updates}
         keep = rank.profile.runtime.keep_checkpoints
 
         def commit() -> str:
+            whole = {**state, "phase": str(Phase.PUBLISH), "updates": rank.engines.actor.updates}
             return str(checkpoint.commit(folder, step, files, whole, keep, is_best=is_best))
 
         _together(rank, step, "commit", commit if first else None)
 
 
 def load(rank: Rank, found: Checkpoint) -> None:
-    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane of every rank."""
+    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane of every rank.
+
+    One that only decodes gets its weights at the next publish.
+    """
+    if not rank.team.place.trains:
+        return
     placements = rank.plan.placements
     rank.engines.actor.restore(
         int(found.state["updates"]),

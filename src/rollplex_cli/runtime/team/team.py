@@ -10,6 +10,7 @@ import torch
 from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 from rollplex_cli.engines.trainer.sharded import Shard
 from rollplex_cli.engines.weights.check import check_published
+from rollplex_cli.engines.weights.delivery import Delivery
 from rollplex_cli.engines.weights.exchange import Exchange
 from rollplex_cli.runtime.executor.order import OrderChannel
 from rollplex_cli.runtime.team.board import DecodeBoard
@@ -17,7 +18,7 @@ from rollplex_cli.runtime.team.responses import ResponseExchange
 from rollplex_cli.runtime.team.word import LeaderWord
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rollplex_cli.engines.rollout.base import GroupResult, RolloutEngine
     from rollplex_cli.engines.trainer.actor import Actor
@@ -32,7 +33,8 @@ class Team:
     """This rank's place, and what it shares with its training group.
 
     All ranks of a training group train every prompt of the group, each its shard; its q replicas share out the
-    decoding: replica b decodes the prompts b, b + q, ...
+    decoding: replica b decodes the prompts b, b + q, ... Where rollout and training have ranks of their own, the team
+    is the training group and the ranks of the replicas that decode for it.
     """
 
     topology: Topology
@@ -49,12 +51,12 @@ class Team:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for its training group: counts its figures and writes its responses."""
-        return self.place.training_shard == 0
+        return self.place.trains and self.place.training_shard == 0
 
     @property
     def speaks_for_replica(self) -> bool:
         """Whether this rank speaks for its rollout replica."""
-        return self.place.rollout_shard == 0
+        return self.place.decodes and self.place.rollout_shard == 0
 
     @property
     def replica_number(self) -> int:
@@ -72,6 +74,8 @@ class Team:
 
     def own_groups(self, groups: Iterable[int]) -> list[int]:
         """Those that this rank's replica decodes."""
+        if not self.place.decodes:
+            return []
         return [g for g in groups if self.replica_of(g) == self.place.replica]
 
     def exchange_responses(self, group: int, group_size: int, own: GroupResult | None) -> GroupResult:
@@ -90,7 +94,9 @@ class Team:
 def build_team(topology: Topology, place: RankPlace, groups: ProcessGroups, peers: Peers) -> Team:
     """Put a team together; lanes that talk to it get connections of their own to the store of `peers`."""
     first = place.training_group * topology.train_tp
-    replicas = topology.replicas_per_group
+    replicas, apart = topology.replicas_per_group, topology.disaggregated
+    # Rollout shard 0 of replica b is training shard b, or decodes for it.
+    owner = first + (topology.num_training_ranks if apart else 0)
     name = f"{peers.namespace}/team/{place.training_group}"
     return Team(
         topology=topology,
@@ -98,15 +104,14 @@ def build_team(topology: Topology, place: RankPlace, groups: ProcessGroups, peer
         groups=groups,
         channel=OrderChannel(groups.order, first) if groups.order is not None else None,
         board=DecodeBoard(
-            peers.another_connection() if replicas > 1 else None,
+            peers.another_connection() if replicas > 1 or apart else None,
             name,
-            place.replica,
+            place.replica if place.decodes else None,
             replicas,
-            posts=place.rollout_shard == 0,
+            posts=place.decodes and place.rollout_shard == 0,
         ),
-        # Rollout shard 0 of replica b is training shard b.
         responses=(
-            ResponseExchange(groups.responses, range(first, first + replicas)) if groups.responses is not None else None
+            ResponseExchange(groups.responses, range(owner, owner + replicas)) if groups.responses is not None else None
         ),
         word=LeaderWord(
             peers.another_connection() if topology.train_tp > 1 else None, name, leads=place.training_shard == 0
@@ -118,25 +123,33 @@ class Publisher:
     """Makes the trainer's update the rollout's weights. Called from the rollout lane, on every rank together.
 
     Args:
+        plans: of the training shards whose weights this rank holds, its own first; several on a rank that only decodes.
+        params: the rollout's tensors, or what stands in for them on a rank that only trains.
+        actor: None on a rank that does not train.
         check: compare all weights of all ranks afterwards (`weights.check`), which reads every byte on the host.
     """
 
     def __init__(
-        self, team: Team, plan: ShardPlan, params: Mapping[str, torch.Tensor], rollout: RolloutEngine, actor: Actor,
-        *, check: bool,
+        self, team: Team, plans: Sequence[ShardPlan], params: Mapping[str, torch.Tensor], rollout: RolloutEngine,
+        actor: Actor | None, *, check: bool,
     ) -> None:  # fmt: skip
-        self._plan, self._params, self._rollout, self._actor, self._check = plan, params, rollout, actor, check
-        # Beside adapters the weights are read in every phase and stay as they are; otherwise a publish writes all rows
-        # that other ranks train, because their memory may have been given back since (`exchange.foreign_rows`).
-        trained = actor.named_parameters() if actor.trains_adapters else None
-        self._exchange = Exchange(plan, params, team.groups.exchange, trained=trained)
+        self._plans, self._params, self._rollout, self._actor, self._check = plans, params, rollout, actor, check
+        self._move: Exchange | Delivery
+        if team.topology.disaggregated:
+            self._move = Delivery(plans, params, team.groups.deliveries, sends=team.place.trains)
+        else:
+            # Beside adapters the weights are read in every phase and stay as they are; otherwise a publish writes all
+            # rows that other ranks train: their memory may have been given back since (`exchange.foreign_rows`).
+            trained = actor.named_parameters() if actor is not None and actor.trains_adapters else None
+            self._move = Exchange(plans[0], params, team.groups.exchange, trained=trained)
 
     def publish(self) -> None:
-        """Exchange, check, and drop what the rollout computed under the old weights."""
-        self._exchange.run()
+        """Bring the weights where they are decoded with, check, and drop what the rollout computed under the old."""
+        self._move.run()
         if torch.cuda.is_initialized():
             # The rollout reads on a stream of its own.
             torch.cuda.current_stream().synchronize()
         if self._check:
-            check_published(self._plan, self._params, self._actor.masters_of, None)
+            masters_of = self._actor.masters_of if self._actor is not None else None
+            check_published(self._plans, self._params, masters_of, None)
         self._rollout.publish()

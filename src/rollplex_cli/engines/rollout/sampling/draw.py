@@ -77,8 +77,8 @@ def restrict(logprobs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -
 def draw(logprobs: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """One token per row, int64 [n], from log-probabilities [n, V] float32 (-inf is never drawn)."""
     if logprobs.is_cuda:
-        from rollplex_cli.engines.rollout import draw_kernel
+        from rollplex_cli.engines.rollout.sampling import kernel
 
-        return draw_kernel.draw(logprobs, seeds, positions)
+        return kernel.draw(logprobs, seeds, positions)
     noise = exponentials(seeds, positions, logprobs.shape[-1])
     return (logprobs - noise.log_()).argmax(dim=-1)

@@ -15,7 +15,7 @@ import torch
 from sglang.srt.layers.sampler import Sampler, register_sampler_backend
 
 from rollplex_cli.engines.rollout.args import SAMPLING_BACKEND
-from rollplex_cli.engines.rollout.draw import draw, restrict
+from rollplex_cli.engines.rollout.sampling.draw import draw, restrict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

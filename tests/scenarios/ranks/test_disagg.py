@@ -1,0 +1,101 @@
+"""`schedule.name: disagg`: half of the ranks decode, the other half train, and the results are those of one rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from scenarios.support import rollplex, sets, small
+
+from rollplex_cli.core.files import read_jsonl
+from rollplex_cli.core.names import TaskKind
+from rollplex_cli.core.paths import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
+STEPS = 6
+TWO, FOUR = "topology.ranks_per_node=2", "topology.ranks_per_node=4"
+RESULTS = ("step", "loss", "grad_norm", "reward_mean", "reward_std", "kl", "logprob_diff_mean", "response_tokens_mean")
+
+
+def arguments(root: Path, prepared: RunFolder, schedule: str, *overrides: str) -> list[str]:
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", "guards.check_publish=true")
+    more = (f"runtime.max_steps={STEPS}", "rollout.max_new_tokens=6", "evaluation.num_samples=4")
+    every = sets(small(*base, *more, *overrides))
+    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", "--schedule", schedule, *every]
+
+
+def train(root: Path, prepared: RunFolder, schedule: str, *overrides: str) -> list[dict[str, Any]]:
+    done = rollplex(*arguments(root, prepared, schedule, *overrides), timeout_s=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return rows(root)
+
+
+def rows(root: Path) -> list[dict[str, Any]]:
+    return [{name: row[name] for name in RESULTS} for row in read_jsonl(RunFolder(root).metrics)]
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`colocate` on one rank."""
+    root = tmp_path_factory.mktemp("alone") / "run"
+    train(root, prepared, "colocate")
+    return root
+
+
+def test_one_rank_decodes_and_one_trains(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+    """Bit-equal to one rank under `colocate`: the same batches in both engines; within float32 of two of them."""
+    root = tmp_path / "disagg"
+    found = train(root, prepared, "disagg", TWO, "runtime.checkpoint_every=2", "runtime.keep_checkpoints=9")
+    assert found == rows(alone)
+    assert len({row["loss"] for row in found}) == STEPS  # it learns something: no comparison of zeros
+    evaluations = [[json.loads(line) for line in RunFolder(r).evaluations.open()] for r in (root, alone)]
+    assert evaluations[0] == evaluations[1]
+    for one, two in zip(found, train(tmp_path / "two", prepared, "colocate", TWO), strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], abs=1e-4), one["step"]
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3), one["step"]
+        assert one["reward_mean"] == pytest.approx(two["reward_mean"], abs=1e-9), one["step"]
+    trained, decoded = (kinds(root, rank) for rank in (0, 1))
+    assert {TaskKind.ACTOR_SUFFIX, TaskKind.REF_PREFIX, TaskKind.UPDATE, TaskKind.EXCHANGE} <= trained
+    assert decoded & set(TaskKind) == {TaskKind.DECODE, TaskKind.EXCHANGE, TaskKind.PUBLISH}
+    assert TaskKind.DECODE not in trained
+    # A run that is resumed goes on to the same numbers.
+    for step in (4, 6):
+        shutil.rmtree(root / "checkpoints" / f"step-{step:06d}")
+    done = rollplex("train", "--resume", "--run-dir", str(root), "--plain", timeout_s=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert rows(root) == found
+
+
+def kinds(root: Path, rank: int) -> set[str]:
+    return {str(span.get("name")) for span in read_jsonl(RunFolder(root).events(rank))}
+
+
+def test_two_replicas_decode_for_two_training_shards(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+    """Rollout shards hold two training shards each, some of whose parts are columns."""
+    found = train(tmp_path / "four", prepared, "disagg", FOUR, "topology.train_tp=2", "runtime.max_steps=3")
+    for one, other in zip(found, rows(alone), strict=False):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-4), one["step"]
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), one["step"]
+        assert one["reward_mean"] == pytest.approx(other["reward_mean"], abs=1e-9), one["step"]
+        assert one["response_tokens_mean"] == other["response_tokens_mean"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["topology.ranks_per_node=3"], "expected an even number of ranks with `schedule.name: disagg`"),
+        ([TWO, "topology.train_tp=2"], "2 ranks, 1 of them train, 1 / train_tp 2 = 0.50 training groups"),
+        ([TWO, "rollout.extra_groups=1"], "expected 0 with `schedule.name: disagg`"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_named(
+    prepared: RunFolder, tmp_path: Path, overrides: list[str], text: str
+) -> None:
+    done = rollplex(*arguments(tmp_path / "run", prepared, "disagg", *overrides))
+    assert done.returncode == 2
+    assert text in done.stderr

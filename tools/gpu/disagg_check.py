@@ -1,0 +1,137 @@
+"""One workload on the GPUs of one node, `rollplex` against `colocate` and `disagg`, in one call.
+
+    python tools/gpu/disagg_check.py --workload llava-video --out results/
+    python tools/gpu/disagg_check.py --model tiny --device cpu --workload star --steps 1 --prompts 4 --out /tmp/results
+
+It is `rollplex bench --baseline colocate --baseline disagg` with the settings of a benchmark. The engines are built
+twice: co-located on every GPU, then with half of the GPUs to decode and half to train. OUT/run is the run folder, and
+OUT/MODEL-WORKLOAD-disagg.json the result; where `--limit` ends the second part, the first part's result is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE_S = 20.0
+"""What a benchmark that is told to stop gets to end its processes."""
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen25vl7b")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--train-tp", type=int, help="of the co-located engines [default: the number of GPUs]")
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--policy", action="append", default=[])
+    parser.add_argument("--baseline", action="append", default=[])
+    parser.add_argument("--steps", type=int, default=2, help="measured steps of each schedule, after one of warm-up")
+    parser.add_argument("--prompts", type=int, default=8, help="prompt groups a step")
+    parser.add_argument("--limit", type=float, default=470.0, metavar="SECONDS")
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
+    """The benchmark's command line."""
+    train_tp = arguments.train_tp or (1 if arguments.device == "cpu" else arguments.gpus)
+    overrides = [
+        f"model.config={arguments.model}",
+        "model.init=random",
+        f"topology.device={arguments.device}",
+        f"topology.ranks_per_node={arguments.gpus}",
+        f"topology.train_tp={train_tp}",
+        "topology.rollout_tp=1",
+        f"algorithm.prompts_per_step={arguments.prompts}",
+        "task.options.num_train_clips=8",
+        "task.options.num_validation_clips=2",
+        "task.options.num_eval_clips=2",
+        "evaluation.num_samples=0",
+        "guards.parity_limit=1.0",
+        *(["rollout.max_new_tokens=16"] if arguments.device == "cpu" else ["memory.budget_gib=null"]),
+        *arguments.sets,
+    ]
+    profile = "tiny" if arguments.device == "cpu" else "qwen25vl7b"
+    argv = [sys.executable, "-m", "rollplex_cli.cli.main", "bench", "--profile", profile, "--plain"]
+    argv += ["--workload", arguments.workload, "--steps", str(arguments.steps), "--run-dir", str(run_dir)]
+    for option, values in (
+        ("--baseline", arguments.baseline or ["colocate", "disagg"]),
+        ("--policy", arguments.policy),
+        ("--set", overrides),
+    ):
+        argv += [part for value in values for part in (option, value)]
+    return argv
+
+
+def main() -> int:
+    """Run the benchmark, say when its parts began and ended, and keep its result."""
+    arguments = parse()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    run_dir = arguments.out / "run"
+    shutil.rmtree(run_dir, ignore_errors=True)
+    argv = command(arguments, run_dir)
+    print("$", " ".join(argv), flush=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "NO_COLOR": "1", "COLUMNS": "120"}
+    started, late = time.monotonic(), threading.Event()
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    timer = threading.Timer(arguments.limit, lambda: (late.set(), stop(process)))
+    timer.start()
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"{time.monotonic() - started:6.1f} s  {line.rstrip()}", flush=True)
+    code = process.wait()
+    timer.cancel()
+    result = run_dir / "bench_result.json"
+    if result.exists():
+        kept = arguments.out / f"{arguments.model}-{arguments.workload}-disagg.json"
+        shutil.copy(result, kept)
+        show(json.loads(kept.read_text(encoding="utf-8")))
+    for name, tail in failures(run_dir) if code or late.is_set() else ():
+        print(f"== end of {name}\n{tail}", flush=True)
+    return 124 if late.is_set() else code
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ask the benchmark to end its processes, and insist."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def show(result: dict[str, object]) -> None:
+    """A line per variant."""
+    rows = result["results"]
+    assert isinstance(rows, list)
+    for row in rows:
+        phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["phase_s"].items())
+        ratios = " ".join(f"{name} {value:.3f}" for name, value in row["ratio"].items())
+        print(f"{row['variant']:<20} {row['step_s_median']:.2f} s  {phases}  ratios: {ratios}", flush=True)
+        print(f"{'':<20} layout {row['layout']}, peak {row['peak_bytes']} bytes", flush=True)
+
+
+def failures(run_dir: Path) -> Iterator[tuple[str, str]]:
+    """Ends of the logs of a run that did not finish."""
+    for path in sorted(run_dir.glob("**/logs/*.log")):
+        yield str(path), "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
