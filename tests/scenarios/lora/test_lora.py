@@ -70,7 +70,8 @@ def test_it_learns_on_policy_against_its_base(finished: Path) -> None:
     # The adapters begin at zero: policy and base are one, and part after the first update.
     assert found[0]["kl"] == 0.0 and all(row["kl"] > 0 for row in found[1:])
     plan = json.loads((finished / "plan.json").read_text())
-    assert not any(item["name"] == "reference_weights" for item in plan["memory"]["objects"])
+    objects = {item["name"] for phase in plan["memory"]["phases"] for item in phase["objects"]}
+    assert "reference_boundary" in objects and "reference_weights" not in objects
 
 
 def test_a_resumed_run_ends_with_the_same_bits(
