@@ -89,8 +89,9 @@ class Run:
         """
         rank, found = self.rank, checkpoint.newest(self.rank.run.checkpoints_dir)
         if found is not None:
-            load = rank.trainer_lane.submit(lambda: saving.load(rank, found))
-            rank.control.await_future(load, "loading the checkpoint")
+            if rank.team.place.trains:
+                load = rank.trainer_lane.submit(lambda: saving.load(rank, found))
+                rank.control.await_future(load, "loading the checkpoint")
             publish = rank.rollout_lane.submit(rank.engines.publisher.publish)
             rank.control.await_future(publish, "publishing the checkpoint's weights")
             self.progress = Progress(**found.state["progress"])

@@ -45,12 +45,8 @@ def save(rank: Rank, step: int, state: dict[str, Any], *, is_best: bool = False)
 
 
 def load(rank: Rank, found: Checkpoint) -> None:
-    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane of every rank.
-
-    One that only decodes gets its weights at the next publish.
-    """
-    if not rank.team.place.trains:
-        return
+    """Take masters, moments and weights from a checkpoint of any degrees; call it on the trainer lane of every rank
+    that trains. One that only decodes gets its weights at the next publish."""
     placements = rank.plan.placements
     rank.engines.actor.restore(
         int(found.state["updates"]),
