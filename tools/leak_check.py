@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from rollplex_cli.core.paths import RunFolder  # noqa: E402
 from rollplex_cli.core.units import MIB, format_bytes  # noqa: E402
-from rollplex_cli.report.measured import memory_rows  # noqa: E402
+from rollplex_cli.report.memory.measured import memory_rows  # noqa: E402
 
 TOTALS = ("torch_bytes", "rss_bytes", "pinned_bytes")
 
