@@ -32,7 +32,7 @@ OPTIONS = {
     "cancel": {"run", "--now"},
     "report": {"run", "--json"},
     "export": {"run", "--to", "--best", "--merge", "--json"},
-    "profile-memory": SHARED | {"--weights", "--ablate", "--plot", "--samples"},
+    "profile-memory": SHARED | {"--weights", "--ablate", "--plot", "--samples", "--measure", "--run-dir"},
     "profiles": set(),
     "profiles ls": {"--json"},
     "profiles show": {"name", "--resolved"},

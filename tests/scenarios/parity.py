@@ -80,10 +80,16 @@ def main() -> None:
             inputs = prompt(rank, folder, name)
             settings = SamplingSettings(max_new_tokens=24, temperature=1.0, ignore_eos=True)
             seeds = [range(NUM_RESPONSES)]
-            job = rank.rollout_lane.submit(
-                lambda i=inputs, s=seeds, t=settings: answer_all(rank.engines.rollout, [i], t, s)
-            )
-            responses = job.result()[0]
+
+            def answer(
+                i: PromptInput = inputs, s: list[range] = seeds, t: SamplingSettings = settings
+            ) -> tuple[Response, ...]:
+                with rank.memory.residency.hold("rollout_kv", "parity"):
+                    answered = answer_all(rank.engines.rollout, [i], t, s)
+                    rank.engines.rollout.drop_caches()
+                return answered[0]
+
+            responses = rank.rollout_lane.submit(answer).result()
             values = rank.trainer_lane.submit(lambda i=inputs, r=responses: difference(rank, i, r)).result()
             figures[name] = {
                 "mean": sum(values) / len(values),

@@ -195,10 +195,10 @@ def adapters(rank: int) -> None:
         train_step(actor, step, lambda _: True)
         exchange.run()
         if step == 0:
-            check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+            check_published([sharded.plan], sharded.homes, actor.masters_of, None)
             sync._partial = []
     with pytest.raises(RunFailedError, match="published weights are wrong"):
-        check_published(sharded.plan, sharded.homes, actor.masters_of, None)
+        check_published([sharded.plan], sharded.homes, actor.masters_of, None)
     actor.close()
 
 

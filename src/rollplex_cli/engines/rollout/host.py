@@ -127,22 +127,22 @@ def _logging_untouched() -> Iterator[None]:
 
 @contextmanager
 def _no_compile(*, enabled: bool) -> Iterator[None]:
-    """`torch.compile` as a decorator does nothing inside: no inductor, no C++ compiler at run time."""
+    """`torch.compile` as a decorator gives back what it decorates inside: no C++ compiler at run time, and no import of
+    the inductor, a fifth of a rank's start on the CPU."""
     if not enabled:
         yield
         return
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    import torch
+
+    def plain(model: Any = None, **_settings: Any) -> Any:
+        return (lambda function: function) if model is None else model
+
+    compile_ = torch.compile
+    torch.compile = plain
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["TORCHDYNAMO_DISABLE"]
-            config = sys.modules.get("torch._dynamo.config")
-            if config is not None:
-                config.disable = False  # type: ignore[attr-defined]
-        else:
-            os.environ["TORCHDYNAMO_DISABLE"] = before
+        torch.compile = compile_
 
 
 class _AnyName(types.ModuleType):
