@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -111,8 +110,7 @@ def new_driver(request: pytest.FixtureRequest) -> Iterator[NewDriver]:
             pytest.skip("no CUDA device")
         torch.cuda.init()
     made: list[FlakyDriver] = []
-    gc.collect()  # tensors of other files' tests, whose regions are closed
-    before = set(crash.unmapped_ranges())
+    before = set(crash.unmapped_ranges())  # of other files' tests, whose closed regions still have tensors
 
     def new() -> FlakyDriver:
         driver = FlakyDriver(open_driver(request.param, capacity_bytes=CAPACITY_BYTES))

@@ -48,7 +48,7 @@ def cut(region: Region, ranges: Iterable[tuple[int, int]]) -> int:
                 region._pieces += inside
                 region._holes += inside
             end = last
-    return sum(size for _, size in region._holes)
+    return region.hole_bytes
 
 
 def punch(region: Region, after: str) -> None:

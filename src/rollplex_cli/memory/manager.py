@@ -195,7 +195,7 @@ class MemoryManager:
         start = time.monotonic()
         with self.memory.exclusive():
             region = self.get(name)
-            wanted = sum(size for _, size in region._holes)
+            wanted = region.hole_bytes
             self._make_room((name,), wanted)
             holes.fill(region)
             self._note_peak()
@@ -211,8 +211,7 @@ class MemoryManager:
         start = time.monotonic()
         region = self.get(name)
         holes.punch(region, after)
-        size = sum(size for _, size in region._holes)
-        self._tell(False, (f"{name} (holes)",), size, start, after, self.usage().used_bytes)
+        self._tell(False, (f"{name} (holes)",), region.hole_bytes, start, after, self.usage().used_bytes)
 
     def get(self, name: str) -> Region:
         """The region of this name.

@@ -119,6 +119,11 @@ class Region:
         return self.memory.ledger.held_by(self.name)
 
     @property
+    def hole_bytes(self) -> int:
+        """What `holes.punch` gives back; 0 where nothing was cut."""
+        return sum(size for _, size in self._holes)
+
+    @property
     def slots(self) -> tuple[TensorSlot, ...]:
         """Tensors placed so far, by offset."""
         return self._slots.ordered()

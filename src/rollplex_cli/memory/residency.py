@@ -298,7 +298,7 @@ class Residency:
 
     def _has_holes(self, name: str, *, punched: bool) -> bool:
         region = self.manager.get(name)
-        return bool(region._holes) and region.punched is punched
+        return region.hole_bytes > 0 and region.punched is punched
 
     def _is_last(self, name: str) -> bool:
         with self._lock:

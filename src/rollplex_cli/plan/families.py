@@ -1,6 +1,6 @@
 """The model families that can be trained, by `model_type`: what every layer of the program must know of them.
 
-What a family computes stands elsewhere, in the module that computes it (`engines/trainer/model/families.py`).
+What a family computes stands elsewhere, in the module that computes it (`engines/trainer/model/families/`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.memory.meter import trim_heap
 from rollplex_cli.runtime import checkpoint
 from rollplex_cli.runtime.evaluate import evaluate
-from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.executor.schedules import schedule_of
 from rollplex_cli.runtime.groups.intake import Intake
 from rollplex_cli.runtime.output.loggers import open_loggers
 from rollplex_cli.runtime.output.rollouts import rollout_rows
@@ -76,11 +76,7 @@ class Run:
         self._oversamples = rank.profile.rollout.extra_groups > 0
         self._loggers: Loggers | None = None
         """On rank 0, from `run` on."""
-        schedule = rank.profile.schedule
-        self._schedule = schedule_from(
-            schedule.name, early_groups=schedule.early_groups, prefixes_in_flight=schedule.prefixes_in_flight,
-            advantages_wait=rank.profile.algorithm.advantage == "batch_std",
-        )  # fmt: skip
+        self._schedule = schedule_of(rank.profile)
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, or from the start where there is none.

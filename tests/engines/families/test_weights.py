@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines.spawn import run_ranks
 from safetensors import safe_open
 
 from rollplex_cli.core.errors import UsageError
@@ -114,22 +113,7 @@ def test_the_planners_bytes_are_those_of_the_shards(kit: Any, family: str, train
 
 @pytest.mark.scenario
 def test_sharded_gradients_are_those_of_the_whole_model(tmp_path: Path) -> None:
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "4", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        logs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(log[-3000:] for log in logs)
+    run_ranks(4, lambda rank: [str(WORKER), str(rank), "4", str(tmp_path / "store")])
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engines.spawn import run_ranks
 
 SCRIPT = """
 import importlib.util, json, sys
@@ -72,20 +71,9 @@ def run(folder: Path, checkpoint: Path, replicas: str) -> list[dict[str, Any]]:
     """The script on two ranks; what each wrote."""
     conftest = str(Path(__file__).parents[1] / "conftest.py")
     folder.mkdir()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(folder), str(checkpoint), conftest, replicas],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=150)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_ranks(
+        2, lambda rank: ["-c", SCRIPT, str(rank), str(folder), str(checkpoint), conftest, replicas], timeout_s=150
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines.spawn import run_ranks
 
 WORKER = Path(__file__).with_name("dp_worker.py")
 
@@ -16,23 +15,11 @@ WORKER = Path(__file__).with_name("dp_worker.py")
 def train(folder: Path, world: int) -> list[dict[str, Any]]:
     folder.mkdir()
     outputs = [folder / f"rank{rank}.pt" for rank in range(world)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), str(folder / "store"), str(output)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, output in enumerate(outputs)
-    ]
-    try:
-        for process in processes:
-            log, _ = process.communicate(timeout=120)
-            assert process.returncode == 0, log
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_ranks(
+        world,
+        lambda rank: [str(WORKER), str(rank), str(world), str(folder / "store"), str(outputs[rank])],
+        timeout_s=120,
+    )
     return [torch.load(output, weights_only=True) for output in outputs]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engines.spawn import run_ranks
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.engines.weights.exchange import plan_transfers
@@ -25,22 +24,7 @@ DEGREES = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
 @pytest.mark.scenario
 def test_four_ranks_equal_one(tmp_path: Path) -> None:
     """Gradients, twenty updates with exchange and check, and faults on purpose; see sharded_model.py."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), "4", str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(4)
-    ]
-    try:
-        logs = [rank.communicate(timeout=240)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * 4, "\n".join(log[-3000:] for log in logs)
+    run_ranks(4, lambda rank: [str(WORKER), str(rank), "4", str(tmp_path / "store")])
 
 
 @pytest.mark.parametrize(("train_tp", "rollout_tp"), DEGREES)

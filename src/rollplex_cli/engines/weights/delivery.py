@@ -41,12 +41,6 @@ class Delivery:
         self._ways = list(zip(plans, groups, strict=True))
         self._homes, self._sends = homes, sends
 
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes that one `run` sends from, or brings to, this rank."""
-        placements = [p for plan, _ in self._ways for p in plan.placements.values()]
-        return sum(p.box.numel * self._homes[p.home].element_size() for p in placements)
-
     @torch.no_grad()
     def run(self) -> None:
         """Bring the rollout ranks up to date."""

@@ -11,7 +11,7 @@ from rollplex_cli.core.units import GIB
 from rollplex_cli.engines.trainer.arena import FlatMemory
 from rollplex_cli.memory.manager import MemoryManager
 from rollplex_cli.memory.meter import PhaseMeter
-from rollplex_cli.memory.regions import Content, RegionState
+from rollplex_cli.memory.regions import Content
 from rollplex_cli.memory.residency import Policy, Residency
 from rollplex_cli.memory.vmm import open_driver
 from rollplex_cli.memory.vmm.host import available_bytes
@@ -105,7 +105,7 @@ def gradient_memory(residency: Residency) -> FlatMemory:
     def place(numel: int, dtype: torch.dtype) -> torch.Tensor:
         return residency.place("gradients", {"flat": ((numel,), dtype)}, content=Content.ZEROED)["flat"]
 
-    return FlatMemory(place, lambda: residency.manager.get("gradients").state is RegionState.MAPPED)
+    return FlatMemory(place, lambda: residency.is_mapped("gradients"))
 
 
 def place_staging(residency: Residency, num_bytes: int) -> None:

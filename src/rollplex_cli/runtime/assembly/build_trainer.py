@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.weights.shards import Box, ShardPlan
     from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
-    from rollplex_cli.runtime.assembly.build_rollout import Degrees
     from rollplex_cli.runtime.team.team import Team
 
 
@@ -81,7 +80,7 @@ def build_trainer(
     if not team.place.trains:
         q = team.topology.replicas_per_group
         shards = range(q * team.place.rollout_shard, q * (team.place.rollout_shard + 1))
-        plans = tuple(_plan(config, dtype, degrees, shard) for shard in shards)
+        plans = tuple(build_shards(config, dtype, **(degrees | {"training_shard": shard}))[1] for shard in shards)
         return Trainer(actor=None, reference=None, plans=plans)
     shard, settings = team.shard(plan), profile.optimizer
     actor = Actor(
@@ -122,14 +121,6 @@ def build_trainer(
     reference = Reference(frozen, **options)
     residency.rest("reference_weights")
     return Trainer(actor=actor, reference=reference, plans=(plan,))
-
-
-def _plan(config: Any, dtype: torch.dtype, degrees: Degrees, shard: int) -> ShardPlan:
-    """The plan of another training shard at the same degrees."""
-    _, plan = build_shards(
-        config, dtype, train_tp=degrees["train_tp"], training_shard=shard, rollout_tp=degrees["rollout_tp"]
-    )
-    return plan
 
 
 def foreign_weights(profile: Profile, base_dir: Path, team: Team) -> dict[str, list[tuple[int, int]]]:

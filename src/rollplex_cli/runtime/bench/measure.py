@@ -11,7 +11,7 @@ import json
 from typing import TYPE_CHECKING
 
 from rollplex_cli.runtime.bench.prompts import CoinFlips, longest_inputs
-from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.executor.schedules import schedule_of
 from rollplex_cli.runtime.step import run_step
 
 if TYPE_CHECKING:
@@ -25,11 +25,7 @@ def run_measure(rank: Rank) -> None:
     """
     profile = rank.profile
     rank.engines = dataclasses.replace(rank.engines, scorer=CoinFlips(profile.rollout.group_size))
-    schedule = schedule_from(
-        profile.schedule.name, early_groups=profile.schedule.early_groups,
-        prefixes_in_flight=profile.schedule.prefixes_in_flight,
-        advantages_wait=profile.algorithm.advantage == "batch_std",
-    )  # fmt: skip
+    schedule = schedule_of(profile)
     count = profile.algorithm.prompts_per_step // profile.data_parallel
     lengths = {group: [profile.rollout.max_new_tokens] * profile.rollout.group_size for group in range(count)}
     for step in range(1, profile.runtime.max_steps + 1):

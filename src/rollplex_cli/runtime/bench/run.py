@@ -27,7 +27,7 @@ from rollplex_cli.profile.sharing import parse_policy
 from rollplex_cli.runtime.bench.join import join
 from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
 from rollplex_cli.runtime.bench.result import build_result
-from rollplex_cli.runtime.executor.schedules import schedule_from
+from rollplex_cli.runtime.executor.schedules import schedule_of
 from rollplex_cli.runtime.sharing.calibrate import calibrate
 from rollplex_cli.runtime.step import run_step
 
@@ -151,12 +151,9 @@ def _as_published(profile: Profile) -> Profile:
 
 
 def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: str = "") -> Variant:
-    settings = profile.schedule
-    early = settings.early_groups and ablation != "early-groups"
-    order = schedule_from(
-        schedule, early_groups=early, prefixes_in_flight=settings.prefixes_in_flight,
-        advantages_wait=profile.algorithm.advantage == "batch_std",
-    )  # fmt: skip
+    order = schedule_of(profile, schedule)
+    if ablation == "early-groups":
+        order = dataclasses.replace(order, early_groups=False)
     if ablation:
         order = dataclasses.replace(order, never_beside_decode=ABLATIONS[ablation])
     return Variant(name=name, schedule=schedule, policy=policy, profile=profile, order=order)

@@ -9,6 +9,7 @@ from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
 from rollplex_cli.runtime.executor.graph import TaskState
 
 if TYPE_CHECKING:
+    from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.executor.graph import TaskGraph
 
 _PREFIXES = frozenset({TaskKind.REF_PREFIX, TaskKind.ACTOR_PREFIX})
@@ -123,9 +124,18 @@ def _rank(kind: TaskKind) -> int:
 
 
 def schedule_from(name: str, *, early_groups: bool, prefixes_in_flight: int, advantages_wait: bool = False) -> Schedule:
-    """The schedule a profile names."""
+    """The schedule of a name."""
     overlap = name == "rollplex"
     return Schedule(
         overlap=overlap, early_groups=early_groups and overlap, prefixes_in_flight=prefixes_in_flight,
         advantages_wait=advantages_wait,
+    )  # fmt: skip
+
+
+def schedule_of(profile: Profile, name: str | None = None) -> Schedule:
+    """The schedule that a profile names, or the one of this `name` with the profile's settings."""
+    settings = profile.schedule
+    return schedule_from(
+        settings.name if name is None else name, early_groups=settings.early_groups,
+        prefixes_in_flight=settings.prefixes_in_flight, advantages_wait=profile.algorithm.advantage == "batch_std",
     )  # fmt: skip

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from engines.spawn import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,20 +42,4 @@ def test_chunks_are_aligned_and_of_one_kind(decays: int, plain: int, start: int,
 @pytest.mark.scenario
 @pytest.mark.parametrize("world", [2, 3])
 def test_ranks_that_share_train_as_one_alone(tmp_path: Path, world: int) -> None:
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(world), str(tmp_path / "store")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            log, _ = process.communicate(timeout=250)
-            assert process.returncode == 0, log
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    run_ranks(world, lambda rank: [str(WORKER), str(rank), str(world), str(tmp_path / "store")], timeout_s=250)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.engines.trainer.model.lora import LowRank
-from rollplex_cli.engines.trainer.model.modules import LayerNorm
+from rollplex_cli.engines.trainer.model.modules import LayerNorm, Merger
 from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear, adapter_of
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.trainer.model.lora import Adapter
+    from rollplex_cli.engines.trainer.model.modules import Norm
     from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 
 VISION_EPS = 1e-6
@@ -51,6 +52,14 @@ def _adapter(lora: LoraSettings | None, *modules: Any) -> Adapter | None:
 def layer_norm(module: Any) -> LayerNorm:
     """A LayerNorm of the vision tower."""
     return LayerNorm(module.weight, module.bias, VISION_EPS)
+
+
+def merger(norm: Norm, first: Any, second: Any, parallel: TensorParallel, *, norm_merged: bool = False) -> Merger:
+    """The projector: `norm`, of merged patches if `norm_merged`, and two linear modules."""
+    return Merger(
+        norm=norm, first=stacked(first, parallel=parallel), second=row(second, parallel), width=first.weight.shape[1],
+        norm_merged=norm_merged,
+    )  # fmt: skip
 
 
 def vision_qkv(module: Any, parallel: TensorParallel) -> StackedLinear:

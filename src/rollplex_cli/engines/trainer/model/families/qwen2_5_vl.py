@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from rollplex_cli.engines.trainer.model.families.parts import (
     VISION_EPS,
     check,
+    merger,
     mrope_axes,
     row,
     stacked,
     vision_qkv,
 )
-from rollplex_cli.engines.trainer.model.modules import GatedMlp, Merger, RmsNorm
+from rollplex_cli.engines.trainer.model.modules import GatedMlp, RmsNorm
 from rollplex_cli.engines.trainer.model.parameters import VisionBlockWeights, VisionSizes, VisionWeights
 
 if TYPE_CHECKING:
@@ -37,16 +38,11 @@ def vision(visual: Any, _config: Any, parallel: TensorParallel) -> VisionWeights
         )
         for block in visual.blocks
     )
-    merger = visual.merger
+    merged = visual.merger
     return VisionWeights(
         patch=visual.patch_embed.proj.weight,
         blocks=blocks,
-        merger=Merger(
-            norm=RmsNorm(merger.ln_q.weight, VISION_EPS),
-            first=stacked(merger.mlp[0], parallel=parallel),
-            second=row(merger.mlp[2], parallel),
-            width=merger.mlp[0].weight.shape[1],
-        ),
+        merger=merger(RmsNorm(merged.ln_q.weight, VISION_EPS), merged.mlp[0], merged.mlp[2], parallel),
     )
 
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from rollplex_cli.engines.trainer.model.families.parts import (
     check,
     layer_norm,
+    merger,
     mrope_axes,
     row,
     stacked,
     vision_qkv,
 )
-from rollplex_cli.engines.trainer.model.modules import Merger, PlainMlp, quick_gelu
+from rollplex_cli.engines.trainer.model.modules import PlainMlp, quick_gelu
 from rollplex_cli.engines.trainer.model.parameters import VisionBlockWeights, VisionSizes, VisionWeights
 
 if TYPE_CHECKING:
@@ -35,16 +36,11 @@ def vision(visual: Any, _config: Any, parallel: TensorParallel) -> VisionWeights
         )
         for block in visual.blocks
     )
-    merger = visual.merger
+    merged = visual.merger
     return VisionWeights(
         patch=visual.patch_embed.proj.weight,
         blocks=blocks,
-        merger=Merger(
-            norm=layer_norm(merger.ln_q),
-            first=stacked(merger.mlp[0], parallel=parallel),
-            second=row(merger.mlp[2], parallel),
-            width=merger.mlp[0].weight.shape[1],
-        ),
+        merger=merger(layer_norm(merged.ln_q), merged.mlp[0], merged.mlp[2], parallel),
     )
 
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
-from rollplex_cli.engines.trainer.model.families.parts import layer_norm, row, stacked, vision_qkv
-from rollplex_cli.engines.trainer.model.modules import Merger, PlainMlp, PositionTable, tanh_gelu
+from rollplex_cli.engines.trainer.model.families.parts import layer_norm, merger, row, stacked, vision_qkv
+from rollplex_cli.engines.trainer.model.modules import PlainMlp, PositionTable, tanh_gelu
 from rollplex_cli.engines.trainer.model.parallel import VocabShard
 from rollplex_cli.engines.trainer.model.parameters import VisionBlockWeights, VisionSizes, VisionWeights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from rollplex_cli.engines.trainer.model.modules import Merger
     from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 
 VISION_ACTIVATION = "gelu_pytorch_tanh"
@@ -66,7 +67,7 @@ def vision(visual: Any, config: Any, parallel: TensorParallel) -> VisionWeights:
     table = visual.pos_embed.weight
     shard = VocabShard.of_rank(config.num_position_embeddings, parallel)
     assert shard.rows == len(table), "the table of positions is cut as the vocabulary is"
-    mergers = [_merger(merger, parallel, norm_merged=True) for merger in visual.deepstack_merger_list]
+    mergers = [_merger(module, parallel, norm_merged=True) for module in visual.deepstack_merger_list]
     return VisionWeights(
         patch=visual.patch_embed.proj.weight,
         patch_bias=visual.patch_embed.proj.bias,
@@ -77,14 +78,8 @@ def vision(visual: Any, config: Any, parallel: TensorParallel) -> VisionWeights:
     )
 
 
-def _merger(merger: Any, parallel: TensorParallel, *, norm_merged: bool) -> Merger:
-    return Merger(
-        norm=layer_norm(merger.norm),
-        first=stacked(merger.linear_fc1, parallel=parallel),
-        second=row(merger.linear_fc2, parallel),
-        width=merger.linear_fc1.weight.shape[1],
-        norm_merged=norm_merged,
-    )
+def _merger(module: Any, parallel: TensorParallel, *, norm_merged: bool) -> Merger:
+    return merger(layer_norm(module.norm), module.linear_fc1, module.linear_fc2, parallel, norm_merged=norm_merged)
 
 
 def vision_sizes(config: Any, degree: int) -> VisionSizes:
