@@ -2,6 +2,9 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slurm test-gpu check fix golden bench clean distclean
 
+# Images often set it; here each of a hundred processes would compile PyTorch's source again.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST_ARGS ?=

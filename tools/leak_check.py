@@ -2,7 +2,7 @@
 
     .venv/bin/rollplex train --profile tiny --run-dir runs/leak --plain --max-steps 200 \\
         --set model.init=random --set target=null --set evaluation.num_samples=0 --set runtime.checkpoint_every=0 \\
-        --set guards.zero_reward_steps=200
+        --set guards.zero_reward_steps=201
     .venv/bin/python tools/leak_check.py runs/leak
 
 At the end of every step after the 20th: each region holds what it held before, byte by byte; what PyTorch gave out (on

@@ -26,6 +26,12 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "rollplex-setup.json"
 LOG = VENV / "rollplex-setup.log"
 OLDEST = (3, 11)
+START = (
+    "import sys, torch.distributed.run, rollplex_cli.runtime.loop, rollplex_cli.runtime.assembly.build; "
+    "from rollplex_cli.engines.rollout.host import import_sglang; import_sglang(sys.argv[1]); "
+    "import rollplex_cli.engines.rollout.build, rollplex_cli.runtime.assembly.build_trainer"
+)
+"""What launcher and ranks import when they start."""
 
 
 class SetupError(Exception):
@@ -92,6 +98,11 @@ def up_to_date(fingerprint):
     return stamp.get("fingerprint") == fingerprint and (VENV / "bin" / "rollplex").exists()
 
 
+def environment_of(**more):
+    """The environment of what runs here: this one, but bytecode is written even where an image forbids it."""
+    return {name: value for name, value in dict(os.environ, **more).items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
 def run_logged(label, command, **environment):
     """Run `command` with its output in LOG, showing `label` and the seconds it takes.
 
@@ -110,7 +121,7 @@ def run_logged(label, command, **environment):
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=str(ROOT),
-            env=dict(os.environ, **environment),
+            env=environment_of(**environment),
         )
         try:
             while child.poll() is None:
@@ -185,6 +196,8 @@ def install(device, full, bare):
     if bare:
         run_logged("install the rollout engine", [*pip, "--no-deps", *bare])
     run_logged("install rollplex", [*pip, "--no-deps", "--editable", ROOT])
+    # Where nothing may be written later every process of every run would compile it again: seconds for PyTorch alone.
+    run_logged("compile what a run imports", [pip[0], "-c", START, "cuda" if device == "gpu" else "cpu"])
 
 
 def main():

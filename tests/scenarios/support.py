@@ -29,6 +29,7 @@ SMALL = (
     "evaluation.num_samples=0",
     "optimizer.warmup_steps=0",
     "runtime.checkpoint_every=0",
+    "data.num_workers=0",
     "target=null",
 )
 

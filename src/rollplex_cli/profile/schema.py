@@ -351,6 +351,8 @@ class RuntimeProfile:
     keep_checkpoints: PositiveInt = 2
     stall_timeout_s: PositiveFloat = 600.0
     """A run in which no task finishes for this long stops and names what each rank waits for."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """The same before the first step, for reading weights and building an engine; at least `stall_timeout_s`."""
     torch_threads: NonNegativeInt = 1
     """CPU threads of each of the rollout and the trainer thread; 0 leaves PyTorch's default. Results are
     bit-equal only for equal values."""

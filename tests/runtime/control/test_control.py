@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -18,6 +18,8 @@ from rollplex_cli.runtime.executor.phases import PhaseMachine
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rollplex_cli.runtime.executor.executor import Executor
 
 
 class Dictionary:
@@ -104,6 +106,21 @@ def test_a_stall_names_what_was_waited_for(tmp_path: Path) -> None:
     watch = control(tmp_path, Peers(None, 0, 1), 0.3)
     with pytest.raises(StallError, match="completed nothing for .* control: building the trainer"):
         watch.await_future(Future(), "building the trainer")
+
+
+def test_building_engines_may_take_longer_than_a_task(tmp_path: Path) -> None:
+    watch = Control(Peers(None, 0, 1), PhaseMachine(), tmp_path / "rank0.json", 0.2, 1.0)
+    built: Future[str] = Future()
+    threading.Timer(0.6, lambda: built.set_result("engine")).start()
+    assert watch.await_future(built, "building the rollout engine") == "engine"
+    with pytest.raises(StallError, match="building the trainer") as caught:
+        watch.await_future(Future(), "building the trainer")
+    assert "`runtime.start_timeout_s`" in str(caught.value.hint)
+    watch.watch(cast("Executor", object()))  # the first step begins
+    watch.watch(None)
+    with pytest.raises(StallError) as caught:
+        watch.await_future(Future(), "agreeing on a step")
+    assert "`runtime.stall_timeout_s`" in str(caught.value.hint)
 
 
 def test_waiting_for_a_peer_that_gets_on_is_no_stall(tmp_path: Path) -> None:

@@ -58,12 +58,13 @@ def open_control(run: RunFolder, rank: int) -> Iterator[tuple[Control, PhaseMach
     namespace = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     machine = PhaseMachine()
     peers = Peers(store, rank, world_size, namespace)
-    control = Control(peers, machine, run.status(rank), profile.runtime.stall_timeout_s)
+    limits = profile.runtime
+    control = Control(peers, machine, run.status(rank), limits.stall_timeout_s, limits.start_timeout_s)
     control.install_signals()
     control.write("starting")
     group_store = _group_store(store, namespace)
     backend = backend_of(device_of(profile))
-    timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
+    timeout = _collective_timeout(profile)
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
     yield control, machine
     # Reached only when nothing failed: after a failure a collective may hang in the peers, and the process just ends.
@@ -197,6 +198,10 @@ def _team(profile: Profile, run: RunFolder, control: Control) -> Team:
         wanted.num_nodes, wanted.ranks_per_node, wanted.train_tp, wanted.rollout_tp, disaggregated=profile.disaggregated
     )
     place = topology.places[control.peers.rank]
-    timeout = datetime.timedelta(seconds=2 * profile.runtime.stall_timeout_s)
-    groups = build_groups(topology, place, shape.num_kv_heads, timeout)
+    groups = build_groups(topology, place, shape.num_kv_heads, _collective_timeout(profile))
     return build_team(topology, place, groups, control.peers)
+
+
+def _collective_timeout(profile: Profile) -> datetime.timedelta:
+    """Of the process groups: long enough for the stall watchdog, which knows who waits for whom, to speak first."""
+    return datetime.timedelta(seconds=2 * max(profile.runtime.stall_timeout_s, profile.runtime.start_timeout_s))

@@ -31,15 +31,25 @@ class Control:
 
     Args:
         stall_timeout_s: longest time without a completed task.
+        start_timeout_s: the same before the first step, where one task is a whole engine; at least the other.
         status_path: where this rank's status goes.
     """
 
-    def __init__(self, peers: Peers, machine: PhaseMachine, status_path: Path, stall_timeout_s: float) -> None:
+    def __init__(
+        self,
+        peers: Peers,
+        machine: PhaseMachine,
+        status_path: Path,
+        stall_timeout_s: float,
+        start_timeout_s: float = 0.0,
+    ) -> None:
         self.peers = peers
         self._machine = machine
         self._status_path = status_path
         self._stall_timeout_s = stall_timeout_s
+        self._start_timeout_s = max(start_timeout_s, stall_timeout_s)
         self._executor: Executor | None = None
+        self._started = False
         self._doing = "starting"
         self._doing_since = time.monotonic()
         self._num_doings = 0
@@ -67,6 +77,7 @@ class Control:
     def watch(self, executor: Executor | None) -> None:
         """Take the waits of this executor into status and stall messages (None: of no step)."""
         self._executor = executor
+        self._started |= executor is not None
 
     def doing(self, what: str) -> None:
         """Name what the control thread waits for outside a step; restarts the stall clock."""
@@ -99,7 +110,7 @@ class Control:
         idle_s = now - max(self._doing_since, self.peers.peer_progress_at)
         if self._executor is not None:
             idle_s = min(idle_s, self._executor.seconds_since_progress)
-        if idle_s > self._stall_timeout_s:
+        if idle_s > (self._stall_timeout_s if self._started else self._start_timeout_s):
             error = self._stall(idle_s)
             # At once: the lanes may sit in calls that nothing interrupts, and closing them takes its time.
             status = failed_rank(
@@ -112,7 +123,8 @@ class Control:
     def _stall(self, idle_s: float) -> StallError:
         waits = "; ".join(self.waiting())
         rewards = self._executor.running(TaskKind.REWARD) if self._executor is not None else []
-        hint = "`runtime.stall_timeout_s` sets the limit"
+        limit = "stall_timeout_s" if self._started else "start_timeout_s"
+        hint = f"`runtime.{limit}` sets the limit"
         if rewards:
             key, seconds = rewards[0]
             return StallError(
