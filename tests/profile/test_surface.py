@@ -116,6 +116,7 @@ KEYS = {
     "runtime.max_steps",
     "runtime.seed",
     "runtime.stall_timeout_s",
+    "runtime.start_timeout_s",
     "runtime.torch_threads",
     "schedule.calibration_s",
     "schedule.early_groups",

@@ -87,20 +87,21 @@ def test_rollout_and_trainer_that_disagree_stop_the_run_before_the_update(train:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-@pytest.mark.parametrize(("damage", "reason"), [("remove", "no such"), ("garbage", "00000.mp4")])
-def test_bad_media_are_named(train: Train, tmp_path: Path, damage: str, reason: str) -> None:
+def test_bad_media_are_named(train: Train, tmp_path: Path) -> None:
     first = train("runtime.max_steps=1")
     assert first.returncode == 0, first.stderr[-1500:]
     run = RunFolder(tmp_path / "run")
-    for clip in (run.data_dir / "train").glob("*.mp4"):
-        clip.unlink()
-        if damage == "garbage":
-            clip.write_bytes(b"\x00\x00\x00\x18ftypmp42 this is no video")
-    done = rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", "--max-steps", "3")
-    assert done.returncode == 2
-    assert "sample `train-" in done.stderr
-    assert ".mp4" in done.stderr
-    assert "Traceback" not in done.stderr
+    clips = list((run.data_dir / "train").glob("*.mp4"))
+    for content in (b"\x00\x00\x00\x18ftypmp42 this is no video", None):
+        for clip in clips:
+            clip.unlink()
+            if content is not None:
+                clip.write_bytes(content)
+        done = rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", "--max-steps", "3")
+        assert done.returncode == 2
+        assert "sample `train-" in done.stderr
+        assert ".mp4" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_a_prompt_over_the_limit_is_named_with_both_numbers(train: Train) -> None:

@@ -352,10 +352,9 @@ class RuntimeProfile:
     stall_timeout_s: PositiveFloat = 600.0
     """A run in which no task finishes for this long stops and names what each rank waits for."""
     start_timeout_s: PositiveFloat = 1800.0
-    """The same before the first step, for reading weights and building an engine; at least `stall_timeout_s`."""
+    """The same for what comes before the first step, such as building an engine; at least `stall_timeout_s`."""
     torch_threads: NonNegativeInt = 1
-    """CPU threads of each of the rollout and the trainer thread; 0 leaves PyTorch's default. Results are
-    bit-equal only for equal values."""
+    """CPU threads of each of the two lanes; 0 leaves PyTorch's default. Results are bit-equal for equal values only."""
     master_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Rendezvous port; 0 picks a free one."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -48,17 +47,13 @@ def alone(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 def test_one_rank_decodes_and_one_trains(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
-    """Bit-equal to one rank under `colocate`: the same batches in both engines; within float32 of two of them."""
+    """Bit-equal to one rank under `colocate`: the same batches in both engines."""
     root = tmp_path / "disagg"
     found = train(root, prepared, "disagg", TWO, "runtime.checkpoint_every=2", "runtime.keep_checkpoints=9")
     assert found == rows(alone)
     assert len({row["loss"] for row in found}) == STEPS  # it learns something: no comparison of zeros
-    evaluations = [[json.loads(line) for line in RunFolder(r).evaluations.open()] for r in (root, alone)]
+    evaluations = [list(read_jsonl(RunFolder(r).evaluations)) for r in (root, alone)]
     assert evaluations[0] == evaluations[1]
-    for one, two in zip(found, train(tmp_path / "two", prepared, "colocate", TWO), strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], abs=1e-4), one["step"]
-        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-3), one["step"]
-        assert one["reward_mean"] == pytest.approx(two["reward_mean"], abs=1e-9), one["step"]
     trained, decoded = (kinds(root, rank) for rank in (0, 1))
     assert {TaskKind.ACTOR_SUFFIX, TaskKind.REF_PREFIX, TaskKind.UPDATE, TaskKind.EXCHANGE} <= trained
     assert decoded & set(TaskKind) == {TaskKind.DECODE, TaskKind.EXCHANGE, TaskKind.PUBLISH}
