@@ -1,4 +1,4 @@
-"""Twenty steps under every schedule, with and without injected delays, from the same weights: prints what each gave.
+"""Steps under every schedule, with and without injected delays, from the same weights: prints what each gave.
 
 Run by test_schedules.py as `python schedule_equality.py RUN_DIR STEPS`.
 """
@@ -34,16 +34,43 @@ if TYPE_CHECKING:
 CASES: dict[str, dict[str, Any]] = {
     "colocate": {"name": "colocate", "early_groups": False, "prefixes_in_flight": 0},
     "rollplex": {"name": "rollplex", "early_groups": False, "prefixes_in_flight": 0},
-    "rollplex again": {"name": "rollplex", "early_groups": False, "prefixes_in_flight": 0},
+    "rollplex again": {"name": "rollplex", "early_groups": False, "prefixes_in_flight": 0, "short": True},
     "early groups": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 0},
     "1 in flight": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 1},
     "3 in flight": {"name": "rollplex", "early_groups": False, "prefixes_in_flight": 3},
-    "colocate, delays 1": {"name": "colocate", "early_groups": False, "prefixes_in_flight": 0, "delays": 1},
+    "colocate, delays 1": {
+        "name": "colocate",
+        "early_groups": False,
+        "prefixes_in_flight": 0,
+        "delays": 1,
+        "short": True,
+    },
     "early groups, delays 2": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 0, "delays": 2},
-    "1 in flight, delays 3": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 1, "delays": 3},
-    "3 in flight, delays 4": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 3, "delays": 4},
-    "all resident": {"name": "rollplex", "early_groups": True, "prefixes_in_flight": 0, "residency": "resident"},
+    "1 in flight, delays 3": {
+        "name": "rollplex",
+        "early_groups": True,
+        "prefixes_in_flight": 1,
+        "delays": 3,
+        "short": True,
+    },
+    "3 in flight, delays 4": {
+        "name": "rollplex",
+        "early_groups": True,
+        "prefixes_in_flight": 3,
+        "delays": 4,
+        "short": True,
+    },
+    "all resident": {
+        "name": "rollplex",
+        "early_groups": True,
+        "prefixes_in_flight": 0,
+        "residency": "resident",
+        "short": True,
+    },
 }
+
+SHORT = 8
+"""Steps of a case that is one more of its kind."""
 
 
 def delays(seed: int) -> Callable[[TaskKey, str], None]:
@@ -64,8 +91,10 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return value.hexdigest()
 
 
-def run_case(rank: Rank, case: dict[str, Any], steps: int, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """`steps` steps from the initial weights."""
+def run_case(
+    rank: Rank, case: dict[str, Any], steps: int, initial: dict[str, torch.Tensor]
+) -> dict[int, dict[str, Any]]:
+    """`steps` steps from the initial weights, or SHORT of them; what they gave after SHORT and after all."""
     rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(initial)).result()
     rank.rollout_lane.submit(rank.engines.rollout.publish).result()
     rank.memory.residency.policy = Policy(case.get("residency", "managed"))
@@ -73,8 +102,9 @@ def run_case(rank: Rank, case: dict[str, Any], steps: int, initial: dict[str, to
         case["name"], early_groups=case["early_groups"], prefixes_in_flight=case["prefixes_in_flight"]
     )
     boundary = delays(case["delays"]) if "delays" in case else None
-    losses, norms, logprobs, orders = [], [], hashlib.sha256(), []
-    for step in range(1, steps + 1):
+    losses, norms, logprobs, found = [], [], hashlib.sha256(), {}
+    counts = sorted({min(steps, SHORT), min(steps, SHORT) if case.get("short") else steps})
+    for step in range(1, counts[-1] + 1):
         rank.control.step = step
         inputs = [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(step - 1)]
         result = run_step(rank, step, inputs, schedule, boundary=boundary)
@@ -83,17 +113,18 @@ def run_case(rank: Rank, case: dict[str, Any], steps: int, initial: dict[str, to
         for group in sorted(result.tasks.records):
             record = result.tasks.records[group]
             logprobs.update(json.dumps([record.sampled_logprobs, record.trainer_logprobs, record.rewards]).encode())
-        orders.append([round(result.row["kl"], 12)])
-    state = rank.trainer_lane.submit(rank.engines.actor.state_dict).result()
-    return {
-        "losses": losses,
-        "grad_norms": norms,
-        "logprobs": logprobs.hexdigest(),
-        "weights": digest(rank.rollout_lane.submit(rank.engines.rollout.parameters).result()),
-        "optimizer": digest(state),
-        "distinct_losses": len(set(losses)),
-        "diff_max": result.row["logprob_diff_max"],
-    }
+        if step in counts:
+            state = rank.trainer_lane.submit(rank.engines.actor.state_dict).result()
+            found[step] = {
+                "losses": list(losses),
+                "grad_norms": list(norms),
+                "logprobs": logprobs.hexdigest(),
+                "weights": digest(rank.rollout_lane.submit(rank.engines.rollout.parameters).result()),
+                "optimizer": digest(state),
+                "distinct_losses": len(set(losses)),
+                "diff_max": result.row["logprob_diff_max"],
+            }
+    return found
 
 
 def main() -> None:

@@ -33,6 +33,20 @@ SMALL = (
     "target=null",
 )
 
+ALONE_STEPS = 20
+ALONE = (
+    f"runtime.max_steps={ALONE_STEPS}",
+    "runtime.checkpoint_every=4",
+    "runtime.keep_checkpoints=9",
+    # Clipping is off: a norm that differs in its last digit would scale the whole update.
+    "optimizer.clip_norm=100.0",
+    "rollout.max_new_tokens=6",
+    "algorithm.kl_coef=0.05",
+    "evaluation.num_samples=4",
+    "evaluation.every_steps=6",
+)
+"""What the fixture `alone` sets on top of SMALL; other topologies, schedules and restarts must give its numbers."""
+
 
 def small(*more: str) -> list[str]:
     """`--set` overrides of the `tiny` profile for a job of about 0.2 s a step."""

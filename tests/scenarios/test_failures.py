@@ -72,7 +72,7 @@ def test_all_zero_rewards_stop_the_run(train: Train) -> None:
 
 def test_a_stuck_reward_function_is_named(train: Train) -> None:
     started = time.monotonic()
-    done = train("runtime.stall_timeout_s=20", env={"ROLLPLEX_TEST_REWARD": "hang"})
+    done = train("runtime.stall_timeout_s=8", env={"ROLLPLEX_TEST_REWARD": "hang"})
     assert done.returncode == 1
     assert re.search(r"the reward function has not returned for \d+ s: `reward\[\d\]` of step 1", done.stderr)
     assert "host lane: `reward[" in done.stderr
@@ -87,17 +87,16 @@ def test_rollout_and_trainer_that_disagree_stop_the_run_before_the_update(train:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_bad_media_are_named(train: Train, tmp_path: Path) -> None:
-    first = train("runtime.max_steps=1")
-    assert first.returncode == 0, first.stderr[-1500:]
+def test_bad_media_are_named(alone: RunFolder, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
+    shutil.copytree(alone.root, run.root, symlinks=True)
     clips = list((run.data_dir / "train").glob("*.mp4"))
     for content in (b"\x00\x00\x00\x18ftypmp42 this is no video", None):
         for clip in clips:
             clip.unlink()
             if content is not None:
                 clip.write_bytes(content)
-        done = rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", "--max-steps", "3")
+        done = rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", "--max-steps", "22")
         assert done.returncode == 2
         assert "sample `train-" in done.stderr
         assert ".mp4" in done.stderr
@@ -143,10 +142,9 @@ def test_no_compiler_is_needed(train: Train, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-1500:]
 
 
-def test_responses_with_markup_and_escapes_are_shown_as_text(train: Train, tmp_path: Path) -> None:
-    done = train()
-    assert done.returncode == 0, done.stderr[-1500:]
+def test_responses_with_markup_and_escapes_are_shown_as_text(alone: RunFolder, tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
+    shutil.copytree(alone.root, run.root, symlinks=True)
     path = run.rollouts_dir / "rank0.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     hostile = "[/answer][red]x[/red] \x1b[31m [link=file:///]"

@@ -23,9 +23,14 @@ def train(folder: Path, world: int) -> list[dict[str, Any]]:
     return [torch.load(output, weights_only=True) for output in outputs]
 
 
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one rank gives."""
+    return train(tmp_path_factory.mktemp("single") / "one", 1)[0]
+
+
 @pytest.mark.scenario
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    (single,) = train(tmp_path / "one", 1)
+def test_two_ranks_equal_one(single: dict[str, Any], tmp_path: Path) -> None:
     first, second = train(tmp_path / "two", 2)
     assert first["norms"] == second["norms"]
     assert all(torch.equal(value, second["params"][name]) for name, value in first["params"].items())
@@ -39,6 +44,6 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.scenario
-def test_one_rank_repeats_itself(tmp_path: Path) -> None:
-    (first,), (second,) = train(tmp_path / "a", 1), train(tmp_path / "b", 1)
-    assert all(torch.equal(value, second["state"][name]) for name, value in first["state"].items())
+def test_one_rank_repeats_itself(single: dict[str, Any], tmp_path: Path) -> None:
+    (again,) = train(tmp_path / "again", 1)
+    assert all(torch.equal(value, again["state"][name]) for name, value in single["state"].items())

@@ -6,7 +6,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios.support import rollplex, sets, small
+from scenarios.support import ALONE, rollplex, sets, small
 
 from rollplex_cli.core.files import read_jsonl
 from rollplex_cli.core.names import TaskKind
@@ -17,15 +17,24 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
 STEPS = 6
+CHECKED = "guards.check_publish=true"
 TWO, FOUR = "topology.ranks_per_node=2", "topology.ranks_per_node=4"
 RESULTS = ("step", "loss", "grad_norm", "reward_mean", "reward_std", "kl", "logprob_diff_mean", "response_tokens_mean")
 
 
 def arguments(root: Path, prepared: RunFolder, schedule: str, *overrides: str) -> list[str]:
-    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", "guards.check_publish=true")
-    more = (f"runtime.max_steps={STEPS}", "rollout.max_new_tokens=6", "evaluation.num_samples=4")
-    every = sets(small(*base, *more, *overrides))
-    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", "--schedule", schedule, *every]
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", *ALONE, f"runtime.max_steps={STEPS}", CHECKED)
+    return [
+        "train",
+        "--profile",
+        "tiny",
+        "--run-dir",
+        str(root),
+        "--plain",
+        "--schedule",
+        schedule,
+        *sets(small(*base, *overrides)),
+    ]
 
 
 def train(root: Path, prepared: RunFolder, schedule: str, *overrides: str) -> list[dict[str, Any]]:
@@ -38,22 +47,15 @@ def rows(root: Path) -> list[dict[str, Any]]:
     return [{name: row[name] for name in RESULTS} for row in read_jsonl(RunFolder(root).metrics)]
 
 
-@pytest.fixture(scope="module")
-def alone(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`colocate` on one rank."""
-    root = tmp_path_factory.mktemp("alone") / "run"
-    train(root, prepared, "colocate")
-    return root
-
-
-def test_one_rank_decodes_and_one_trains(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
-    """Bit-equal to one rank under `colocate`: the same batches in both engines."""
+def test_one_rank_decodes_and_one_trains(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
+    """Bit-equal to one rank: the same batches in both engines."""
     root = tmp_path / "disagg"
-    found = train(root, prepared, "disagg", TWO, "runtime.checkpoint_every=2", "runtime.keep_checkpoints=9")
-    assert found == rows(alone)
+    found = train(root, prepared, "disagg", TWO, "runtime.checkpoint_every=2")
+    assert found == rows(alone.root)[:STEPS]
     assert len({row["loss"] for row in found}) == STEPS  # it learns something: no comparison of zeros
-    evaluations = [list(read_jsonl(RunFolder(r).evaluations)) for r in (root, alone)]
-    assert evaluations[0] == evaluations[1]
+    evaluations = list(read_jsonl(RunFolder(root).evaluations))
+    assert [row["step"] for row in evaluations] == [0, STEPS]
+    assert evaluations == list(read_jsonl(alone.evaluations))[:2]
     trained, decoded = (kinds(root, rank) for rank in (0, 1))
     assert {TaskKind.ACTOR_SUFFIX, TaskKind.REF_PREFIX, TaskKind.UPDATE, TaskKind.EXCHANGE} <= trained
     assert decoded & set(TaskKind) == {TaskKind.DECODE, TaskKind.EXCHANGE, TaskKind.PUBLISH}
@@ -70,10 +72,10 @@ def kinds(root: Path, rank: int) -> set[str]:
     return {str(span.get("name")) for span in read_jsonl(RunFolder(root).events(rank))}
 
 
-def test_two_replicas_decode_for_two_training_shards(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+def test_two_replicas_decode_for_two_training_shards(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
     """Rollout shards hold two training shards each, some of whose parts are columns."""
     found = train(tmp_path / "four", prepared, "disagg", FOUR, "topology.train_tp=2", "runtime.max_steps=3")
-    for one, other in zip(found, rows(alone), strict=False):
+    for one, other in zip(found, rows(alone.root), strict=False):
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-4), one["step"]
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3), one["step"]
         assert one["reward_mean"] == pytest.approx(other["reward_mean"], abs=1e-9), one["step"]

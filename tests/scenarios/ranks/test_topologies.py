@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios.support import rollplex, sets, small
+from scenarios.support import ALONE, ALONE_STEPS, rollplex, sets, small
 
 from rollplex_cli.core.paths import RunFolder
 
@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
-STEPS = 20
+CHECKED = "guards.check_publish=true"
 TWO, FOUR = "topology.ranks_per_node=2", "topology.ranks_per_node=4"
 
 
 def arguments(root: Path, prepared: RunFolder, *overrides: str) -> list[str]:
-    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", "guards.check_publish=true")
-    # Clipping is off: a norm that differs in its last digit would scale the whole update.
-    more = ("optimizer.clip_norm=100.0", "rollout.max_new_tokens=6", "algorithm.kl_coef=0.05")
-    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", *sets(small(*base, *more, *overrides))]
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", *ALONE, "evaluation.num_samples=0", CHECKED)
+    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", *sets(small(*base, *overrides))]
 
 
 def train(root: Path, prepared: RunFolder, *overrides: str) -> list[dict[str, Any]]:
@@ -36,15 +34,6 @@ def rows(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in RunFolder(root).metrics.read_text().splitlines()]
 
 
-@pytest.fixture(scope="module")
-def alone(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run of one rank, with a checkpoint at step 4."""
-    root = tmp_path_factory.mktemp("alone") / "run"
-    overrides = (f"runtime.max_steps={STEPS}", "runtime.checkpoint_every=4", "runtime.keep_checkpoints=9")
-    train(root, prepared, *overrides)
-    return root
-
-
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
     assert [row["step"] for row in found] == list(range(1, steps + 1))
     for row, other in zip(found, expected, strict=False):
@@ -55,22 +44,23 @@ def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int
         assert row["response_tokens_mean"] == other["response_tokens_mean"]
 
 
-def test_train_2_over_rollout_1_gives_the_losses_of_one_rank(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+def test_train_2_over_rollout_1_gives_the_losses_of_one_rank(
+    prepared: RunFolder, alone: RunFolder, tmp_path: Path
+) -> None:
     """Twenty steps; two replicas share out the decoding. Then the other way: what two ranks saved, one resumes, and
     what one saved, two resume as one shard of two."""
-    overrides = ("topology.train_tp=2", "runtime.checkpoint_every=4", "runtime.keep_checkpoints=9", TWO)
-    kept = rows(alone)
-    same(train(tmp_path / "plain", prepared, *overrides, f"runtime.max_steps={STEPS}"), kept, STEPS)
+    kept = rows(alone.root)
+    same(train(tmp_path / "plain", prepared, "topology.train_tp=2", TWO), kept, ALONE_STEPS)
     assert kept[-1]["kl"] > 0
     rollouts = tmp_path / "plain" / "rollouts"
     assert [path.name for path in rollouts.iterdir()] == ["rank0.jsonl"]  # one rank speaks for the training group
-    assert len((rollouts / "rank0.jsonl").read_text().splitlines()) == STEPS * 16
+    assert len((rollouts / "rank0.jsonl").read_text().splitlines()) == ALONE_STEPS * 16
     for source, root, more in (
-        (alone, tmp_path / "to_two", (TWO, "topology.train_tp=2", "topology.rollout_tp=2")),
+        (alone.root, tmp_path / "to_two", (TWO, "topology.train_tp=2", "topology.rollout_tp=2")),
         (tmp_path / "plain", tmp_path / "to_one", ()),
     ):
         shutil.copytree(source, root)
-        for step in range(8, STEPS + 1, 4):
+        for step in range(8, ALONE_STEPS + 1, 4):
             shutil.rmtree(root / "checkpoints" / f"step-{step:06d}")
         change_topology(root, prepared, *more)
         done = rollplex("train", "--resume", "--run-dir", str(root), "--plain", timeout_s=300)
@@ -87,11 +77,11 @@ def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
     (root / "profile.yaml").write_text(resolved_yaml(load_profile("tiny", given[given.index("--set") + 1 :: 2])))
 
 
-def test_four_ranks(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
+def test_four_ranks(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
     """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas."""
     for name, train_tp in (("dp", 2), ("q", 4)):
         overrides = (FOUR, f"topology.train_tp={train_tp}", "topology.rollout_tp=2", "runtime.max_steps=3")
-        same(train(tmp_path / name, prepared, *overrides), rows(alone), 3)
+        same(train(tmp_path / name, prepared, *overrides), rows(alone.root), 3)
 
 
 def test_degrees_that_do_not_divide_are_named(prepared: RunFolder, tmp_path: Path) -> None:
