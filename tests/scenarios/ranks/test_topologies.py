@@ -88,10 +88,18 @@ def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
 
 
 def test_four_ranks(prepared: RunFolder, alone: Path, tmp_path: Path) -> None:
-    """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas."""
-    for name, train_tp in (("dp", 2), ("q", 4)):
-        overrides = (FOUR, f"topology.train_tp={train_tp}", "topology.rollout_tp=2", "runtime.max_steps=3")
-        same(train(tmp_path / name, prepared, *overrides), rows(alone), 3)
+    """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas, which
+    gives the same digits where decode and training launch in one order."""
+    degrees = ("topology.rollout_tp=2", "runtime.max_steps=3", FOUR)
+    same(train(tmp_path / "dp", prepared, *degrees, "topology.train_tp=2"), rows(alone), 3)
+    found = {}
+    for order in ("never", "always"):
+        overrides = (*degrees, "topology.train_tp=4", f"schedule.launch_order={order}")
+        found[order] = train(tmp_path / order, prepared, *overrides)
+    same(found["never"], rows(alone), 3)
+    figures = ("reward_mean", "loss", "kl", "grad_norm", "logprob_diff_mean", "response_tokens_mean")
+    for row, other in zip(found["always"], found["never"], strict=True):
+        assert {name: row[name] for name in figures} == {name: other[name] for name in figures}
 
 
 def test_degrees_that_do_not_divide_are_named(prepared: RunFolder, tmp_path: Path) -> None:
