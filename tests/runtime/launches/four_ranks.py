@@ -119,14 +119,16 @@ class FourRanks:
         if self.mode == "plain":
             for thread in threads:
                 thread.join(60)
-        woken = self.woken(threads)
-        return {"order": "".join(self.done), "errors": self.errors, "woken": woken}
+        stuck = self.stuck(threads)
+        return {"order": "".join(self.done), "errors": self.errors, "stuck": stuck}
 
-    def woken(self, threads: list[threading.Thread]) -> list[bool]:
-        """Whether each lane ended; one inside a collective whose peer is gone cannot."""
+    def stuck(self, threads: list[threading.Thread]) -> list[str]:
+        """What lanes are at that have not ended soon after; one inside a collective whose peer is gone cannot."""
         for thread in threads:
-            thread.join(5)
-        return [not thread.is_alive() for thread in threads]
+            thread.join(3)
+        logs = (self.launches.rollout, self.launches.trainer)
+        states = [log.last.state if log.last is not None else "" for log in logs]
+        return [state for thread, state in zip(threads, states, strict=True) if thread.is_alive()]
 
     def wait_for_lines(self) -> list[str]:
         """What the rank says once every rank has told where it stands."""
@@ -135,7 +137,10 @@ class FourRanks:
             time.sleep(0.05)
             self.watch.tell()
             lines = self.watch.lines()
-            if lines and (self.rank == 1 or any("rank 1 is at" in line for line in lines)):
+            others = [rank for rank in range(RANKS) if rank != 1]
+            if self.rank == 1 and all(self.peers.heard("printed", rank) for rank in others):
+                break
+            if any("rank 1 is at" in line for line in lines):
                 break
         return lines
 

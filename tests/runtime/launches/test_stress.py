@@ -49,7 +49,7 @@ def test_every_replica_launches_in_one_order() -> None:
 
 
 def test_without_it_the_ranks_of_a_replica_differ() -> None:
-    found = run_four("plain", 200, "--no-order")
+    found = run_four("plain", 100, "--no-order")
     assert [row["errors"] for row in found] == [[]] * 4
     assert any(found[first]["order"] != found[second]["order"] for first, second in REPLICAS)
 
@@ -60,7 +60,7 @@ def test_a_hang_is_named() -> None:
     for rank in (0, 2, 3):
         line = next(line for line in found[rank]["lines"] if line.startswith("trainer lane"))
         assert "all_reduce #41 of the training group in actor_prefix[4], 4.0 KiB, begun" in line
-        assert "rank 1 is at #40 in actor_prefix[4], finished" in line
+        assert "rank 1 is at #40 in actor_prefix[3], finished" in line
 
 
 def test_a_failure_wakes_whoever_waits_for_a_turn() -> None:
@@ -68,6 +68,6 @@ def test_a_failure_wakes_whoever_waits_for_a_turn() -> None:
     rank cannot, and the process ends around them."""
     found = run_four("fail", 2000)
     assert found[1]["errors"][0] == "RuntimeError: injected"
-    assert found[1]["woken"] == [True, True]
-    waiting = [row for row in (found[0], found[2], found[3]) if "StoppedError" in row["errors"]]
-    assert waiting
+    assert "StoppedError" in found[0]["errors"]  # decode stood behind the collective that rank 1 never came to
+    assert "StoppedError" in found[2]["errors"]
+    assert {state for row in found for state in row["stuck"]} <= {"launching"}
