@@ -29,6 +29,7 @@ TRAIN = GroupName("training group", (0, 1))
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every launch counts as old."""
     monkeypatch.setattr(watch, "QUIET_S", -1.0)
+    monkeypatch.setattr(watch, "TELL_EVERY_S", -1.0)
 
 
 @contextmanager
@@ -79,6 +80,18 @@ def test_the_collective_is_named_and_who_is_behind() -> None:
             theirs.tell()
             assert "rank 1" not in ours.lines()[0]  # further than this rank, in another group
     assert ours.lines() == []
+
+
+def test_a_member_that_says_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, ours, second, theirs = pair()
+    with second.launch("all_reduce", TRAIN):
+        pass
+    with inside(first, 1):
+        assert "rank 1" not in ours.lines()[0]  # it may be about to
+        monkeypatch.setattr(watch, "SILENT_S", -1.0)
+        assert ours.lines()[0].endswith("; rank 1 has said nothing")
+        theirs.tell()
+        assert ours.lines()[0].endswith("; rank 1 has said nothing for 0 s")
 
 
 def test_a_lane_that_waits_for_its_turn_says_so() -> None:

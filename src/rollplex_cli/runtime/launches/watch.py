@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING
 from rollplex_cli.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rollplex_cli.engines.collectives import CollectiveLog, Launch
     from rollplex_cli.runtime.control.peers import Peers
 
 QUIET_S = 1.0
 """Age from which a launch is worth a word: normally there is a next one by then."""
+TELL_EVERY_S = 1.0
+"""How often a rank that launches nothing says where it stands; one that says nothing for much longer has stopped."""
+SILENT_S = 5.0
 _TOPIC = "launched"
 _STATES = {"turn": "waits for its turn in the launch order", "launching": "not returned", "launched": "not finished"}
 
@@ -28,6 +31,8 @@ class Mark:
     number: int
     task: str
     state: str
+    age_s: float
+    """Seconds since it said so."""
 
 
 class CollectiveWatch:
@@ -40,21 +45,22 @@ class CollectiveWatch:
 
     def __init__(self, logs: Sequence[CollectiveLog], peers: Peers) -> None:
         self._logs, self._peers = tuple(logs), peers
-        self._told = ""
+        self._told_at = float("-inf")
 
     def tell(self) -> None:
         """Let the other ranks know where this one stands, if nothing has been launched for a while."""
         now = time.monotonic()
+        if now - self._told_at < TELL_EVERY_S:
+            return
         quiet = [log for log in self._logs if log.last is not None and now - log.last.since > QUIET_S]
         marks = {
             label: [launch.number, launch.task, _state(launch) if launch is log.last else "finished"]
             for log in quiet
             for label, launch in list(log.latest.items())
         }
-        text = json.dumps(marks)
-        if marks and text != self._told:
-            self._told = text
-            self._peers.say(_TOPIC, text)
+        if marks:
+            self._told_at = now
+            self._peers.say(_TOPIC, json.dumps({"time": time.time(), "marks": marks}))
 
     def lines(self) -> list[str]:
         """One line per lane that is in a launch for longer than `QUIET_S`."""
@@ -62,22 +68,27 @@ class CollectiveWatch:
         for log in self._logs:
             launch = log.last
             if launch is not None and now - launch.since > QUIET_S and not launch.finished:
-                found.append(f"{log.lane} lane: {_sentence(launch, now)}{self._others(launch)}")
+                others = "".join(f"; {text}" for text in self._others(launch, now - launch.since))
+                found.append(f"{log.lane} lane: {_sentence(launch, now)}{others}")
         return found
 
-    def _others(self, launch: Launch) -> str:
-        marks = {rank: self._mark(rank, launch) for rank in launch.group.ranks if rank != self._peers.rank}
-        behind = [
-            f"rank {rank} is at #{mark.number} in {mark.task or 'no task'}, {mark.state}"
-            for rank, mark in marks.items()
-            if mark is not None and (mark.number < launch.number or _before(mark, launch))
-        ]
-        return "".join(f"; {text}" for text in behind)
+    def _others(self, launch: Launch, age_s: float) -> Iterator[str]:
+        """What is known of members that have not come to a launch."""
+        for rank in launch.group.ranks:
+            mark = self._mark(rank, launch)
+            if rank == self._peers.rank:
+                continue
+            if mark is None or mark.age_s > SILENT_S:
+                if age_s > SILENT_S:  # else it may just have come to it
+                    yield f"rank {rank} has said nothing" + (f" for {mark.age_s:.0f} s" if mark is not None else "")
+            elif mark.number < launch.number or _before(mark, launch):
+                yield f"rank {rank} is at #{mark.number} in {mark.task or 'no task'}, {mark.state}"
 
     def _mark(self, rank: int, launch: Launch) -> Mark | None:
         text = self._peers.heard(_TOPIC, rank)
-        values = None if text is None else json.loads(text).get(launch.group.label)
-        return None if values is None else Mark(*values)
+        said = json.loads(text) if text is not None else {"marks": {}}
+        values = said["marks"].get(launch.group.label)
+        return None if values is None else Mark(*values, time.time() - said["time"])
 
 
 def _sentence(launch: Launch, now: float) -> str:
