@@ -1,12 +1,13 @@
-"""Jobs of four and of eight GPUs of one node, in parts that each end within ten minutes.
+"""Jobs of two, four and eight GPUs of one node, in parts that each end within ten minutes.
 
     python tools/gpu/multi_gpu.py x4 --dry-run
     python tools/gpu/multi_gpu.py x4 --part star --out results/
     python tools/gpu/multi_gpu.py x8 --out results/
 
-`x4` is jobs/bench/h200x4_7b.yaml (train TP 4, rollout TP 2), `x8` jobs/bench/h200x8_32b.yaml (train TP 8, rollout TP 4,
-80 GB). Without `--part` all parts run, one after the other. OUT/JOB-PART.json is what a part found; after a failure the
-ends of the ranks' logs and what every rank waited for are printed, collectives included.
+`x4` is jobs/bench/h200x4_7b.yaml (train TP 4, rollout TP 2), `x2` the same with both degrees 2, `x8`
+jobs/bench/h200x8_32b.yaml (train TP 8, rollout TP 4, 80 GB). Without `--part` all parts run, one after the other.
+OUT/JOB-PART.json is what a part found; after a failure the ends of the ranks' logs and what every rank waited for are
+printed, collectives included.
 """
 
 from __future__ import annotations
@@ -52,13 +53,26 @@ def bench(name: str, profile: str, workload: str, steps: int, baselines: tuple[s
     return Part(name, tuple(argv))
 
 
+def fifty(profile: str, *sets: str) -> Part:
+    """Fifty short steps, which a launch out of order would not survive."""
+    short = (*sets, "rollout.max_new_tokens=128", "runtime.max_steps=50", "target=null")
+    argv = ("train", "--profile", profile, "--plain", *(part for s in short for part in ("--set", s)))
+    return Part("fifty-steps", argv, keeps="metrics.jsonl")
+
+
+def two() -> list[Part]:
+    """Decode's collectives beside the trainer's on two GPUs, and what that does to a step."""
+    profile, degrees = "jobs/bench/h200x4_7b.yaml", ("topology.ranks_per_node=2", "topology.train_tp=2")
+    sets = (*degrees, "algorithm.prompts_per_step=8", "memory.host_budget_gib=240")
+    against = ("colocate", "colocate_same_work")
+    return [fifty(profile, *sets), bench("star", profile, "star", 2, against, *sets)]
+
+
 def four() -> list[Part]:
     """Fifty steps without a hang; two workloads against all baselines; the rollout's degree."""
     profile = "jobs/bench/h200x4_7b.yaml"
-    short = ("rollout.max_new_tokens=128", "runtime.max_steps=50", "target=null")
-    fifty = ["train", "--profile", profile, "--plain", *(part for s in short for part in ("--set", s))]
     against = ("colocate", "colocate_same_work", "disagg")
-    parts = [Part("fifty-steps", tuple(fifty), keeps="metrics.jsonl")]
+    parts = [fifty(profile)]
     parts += [bench(workload, profile, workload, 2, against) for workload in ("star", "llava-video")]
     for degree in (1, 4):
         name, override = f"rollout-tp-{degree}", f"topology.rollout_tp={degree}"
@@ -86,7 +100,7 @@ def eight() -> list[Part]:
     return parts
 
 
-JOBS = {"x4": four, "x8": eight}
+JOBS = {"x2": two, "x4": four, "x8": eight}
 
 
 def main() -> int:
