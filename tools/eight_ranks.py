@@ -24,7 +24,9 @@ TINY = ROOT / "src" / "rollplex_cli" / "plan" / "configs" / "tiny" / "config.jso
 LIMITS = {"reward_mean": 1e-9, "loss": 1e-4, "kl": 1e-4, "grad_norm": 1e-3, "response_tokens_mean": 0.0}
 """Largest difference from one rank: of `grad_norm` relative, of the others absolute."""
 JOB = (
-    "model.init=random", "target=null", "evaluation.num_samples=0", "data.num_workers=0", "optimizer.warmup_steps=0",
+    # Rewards that vary without a model that has learned anything.
+    "task.name=tests/scenarios/noise_task", "model.init=random", "target=null", "evaluation.num_samples=0",
+    "data.num_workers=0", "optimizer.warmup_steps=0",
     "task.options.num_train_clips=12", "task.options.num_validation_clips=4", "task.options.num_eval_clips=4",
     "algorithm.prompts_per_step=4", "rollout.group_size=4", "optimizer.clip_norm=100.0", "guards.check_publish=true",
     "guards.zero_reward_steps=1000", "runtime.checkpoint_every=0",
@@ -53,9 +55,8 @@ def train(folder: Path, name: str, overrides: tuple[str, ...], steps: int) -> di
     argv = ["train", "--profile", "tiny", "--plain", "--run-dir", str(run_dir)]
     argv += [word for value in sets for word in ("--set", value)]
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    subprocess.run(
-        [sys.executable, "-m", "rollplex_cli.cli.main", *argv], check=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    program = [sys.executable, "-m", "rollplex_cli.cli.main", *argv]
+    subprocess.run(program, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": path})
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     return {"overrides": list(overrides), "seconds": round(time.monotonic() - begun, 1), "rows": rows}
 
