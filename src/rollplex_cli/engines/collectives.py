@@ -46,8 +46,11 @@ class Launch:
 
     @property
     def finished(self) -> bool:
-        """Whether nothing of it is left to do. Any thread."""
-        return self.state == "launched" and (self.fence is None or bool(self.fence.query()))
+        """Whether nothing of it is left to do; never on a device that has failed. Any thread."""
+        try:
+            return self.state == "launched" and (self.fence is None or bool(self.fence.query()))
+        except RuntimeError:  # whoever asks is about to report that failure
+            return False
 
 
 class CollectiveLog:

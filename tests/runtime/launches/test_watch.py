@@ -126,9 +126,11 @@ def test_what_is_launched_is_finished_when_the_device_is() -> None:
     assert log.last is not None
 
     class Fence:
-        passed = False
+        passed = failed = False
 
         def query(self) -> bool:
+            if self.failed:
+                raise RuntimeError("an illegal memory access was encountered")
             return self.passed
 
     log.last.fence = fence = Fence()
@@ -136,6 +138,8 @@ def test_what_is_launched_is_finished_when_the_device_is() -> None:
     assert line.endswith("not finished")
     fence.passed = True
     assert CollectiveWatch([log], Peers(None, 0, 1)).lines() == []
+    fence.failed = True
+    assert CollectiveWatch([log], Peers(None, 0, 1)).lines() == [line]
 
 
 def test_a_stall_names_the_collective(tmp_path: Path) -> None:

@@ -87,8 +87,10 @@ class CollectiveWatch:
     def _mark(self, rank: int, launch: Launch) -> Mark | None:
         text = self._peers.heard(_TOPIC, rank)
         said = json.loads(text) if text is not None else {"marks": {}}
-        values = said["marks"].get(launch.group.label)
-        return None if values is None else Mark(*values, time.time() - said["time"])
+        if launch.group.label not in said["marks"]:
+            return None
+        number, task, state = said["marks"][launch.group.label]
+        return Mark(number, task, state, time.time() - said["time"])
 
 
 def _sentence(launch: Launch, now: float) -> str:
