@@ -58,6 +58,14 @@ def test_environment_of_a_gpu_run_leaves_gpus_and_threads_alone() -> None:
     assert not {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"} & set(env)
 
 
+def test_collectives_of_two_lanes_leave_each_other_room() -> None:
+    beside = load_profile("qwen25vl32b")
+    assert worker_env(beside, {})["NCCL_MAX_CTAS"] == "32"
+    assert worker_env(beside, {"NCCL_MAX_CTAS": "16"})["NCCL_MAX_CTAS"] == "16"
+    for alone in (["topology.rollout_tp=1"], ["schedule.name=colocate"], ["topology.device=cpu"]):
+        assert "NCCL_MAX_CTAS" not in worker_env(load_profile("qwen25vl32b", alone), {})
+
+
 def test_port_in_use_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -168,3 +168,20 @@ def test_ranks_with_one_role_hold_the_objects_of_that_role() -> None:
     # Two ranks of four train, with all groups of the step between them instead of half.
     assert apart.topology.data_parallel == 1 and both.topology.data_parallel == 2
     assert apart.node_host_bytes == 2 * apart.memory.host_bytes == 2 * decoding.memory.host_bytes
+
+
+def test_replicas_on_several_nodes_need_an_order_only_beside_training() -> None:
+    """Where the ranks of a replica launch in one order they share memory."""
+    split = ("topology.num_nodes=8", "topology.ranks_per_node=4")
+    with pytest.raises(UsageError, match="needs each rollout replica on one node: ranks 0, 2, 4, 6 are on nodes 0, 1"):
+        plan_of("qwen25vl32b", *split)
+    for without in ("schedule.name=colocate", "topology.rollout_tp=1", "topology.device=cpu"):
+        plan_of("qwen25vl32b", *split, without)
+    with pytest.raises(UsageError, match="on one node"):
+        plan_of("qwen25vl32b", *split, "topology.device=cpu", "schedule.launch_order=always")
+
+
+def test_no_gpus_train_beside_a_rollout_of_several_without_an_order() -> None:
+    with pytest.raises(UsageError, match="`schedule.launch_order: never` forbids: `topology.rollout_tp` is 4"):
+        plan_of("qwen25vl32b", "schedule.launch_order=never")
+    plan_of("qwen25vl32b", "schedule.launch_order=never", "schedule.name=colocate")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.plan.model import load_shape
-from rollplex_cli.plan.topology import Topology, build_topology, head_faults
+from rollplex_cli.plan.topology import Topology, build_topology, head_faults, require_replicas_on_one_node
 
 POWERS = [1, 2, 4, 8]
 
@@ -121,3 +121,10 @@ def test_heads_that_do_not_divide_are_all_named() -> None:
     # Sharing one key/value head among ranks is fine, cutting one is not.
     assert head_faults(dataclasses.replace(shape, num_heads=24), 8, 4) == []
     assert len(head_faults(shape, 3, 3)) == 6
+
+
+def test_a_replica_on_two_nodes_is_named() -> None:
+    require_replicas_on_one_node(build_topology(4, 8, 8, 4))
+    require_replicas_on_one_node(build_topology(2, 4, 8, 1))
+    with pytest.raises(UsageError, match="ranks 0, 2, 4, 6 are on nodes 0, 1 .ranks_per_node 4, train_tp 8"):
+        require_replicas_on_one_node(build_topology(2, 4, 8, 4))

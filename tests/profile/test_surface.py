@@ -120,6 +120,7 @@ KEYS = {
     "runtime.torch_threads",
     "schedule.calibration_s",
     "schedule.early_groups",
+    "schedule.launch_order",
     "schedule.name",
     "schedule.policy",
     "schedule.prefix_activations",

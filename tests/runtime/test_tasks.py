@@ -17,6 +17,7 @@ from rollplex_cli.memory.residency import Residency
 from rollplex_cli.memory.vmm.host import HostDriver
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.runtime.executor.theta import ThetaGuard
+from rollplex_cli.runtime.launches.build import build_launches
 from rollplex_cli.runtime.tasks import StepTasks
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class AloneTeam:
     """The part of a training group of one rank that decoding uses."""
 
     responses = None
+    launches = build_launches(None, on_device=False)
     board = SimpleNamespace(begin_step=lambda _step, _num_groups: None, complete=False)
 
     def own_groups(self, groups: Any) -> list[int]:

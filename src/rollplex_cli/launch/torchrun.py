@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 WORKER = "rollplex_cli.runtime.worker"
 PREPARE = "rollplex_cli.runtime.prepare"
+MAX_CTAS = "32"
+"""Blocks of one collective's kernel: two take 64 of the 108 multiprocessors and more that a data centre GPU has."""
 NODE = "ROLLPLEX_NODE"
 """Environment variable of every process of a run: the number of its node in the job."""
 
@@ -76,6 +78,9 @@ def worker_env(profile: Profile, base: Mapping[str, str], node: int = 0) -> dict
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if profile.topology.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
+    if profile.rollout_beside_training and profile.topology.device != "cpu":
+        # A collective of decode and one of the trainer have to find room on a GPU at once, whichever comes first.
+        env.setdefault("NCCL_MAX_CTAS", MAX_CTAS)
     if profile.topology.num_nodes == 1 and sys.platform == "linux":
         # Without it gloo looks up the host's own name, which many containers cannot resolve.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -14,7 +14,7 @@ from rollplex_cli.plan.memory.assumptions import assumptions
 from rollplex_cli.plan.memory.objects import CLASSES, Moment
 from rollplex_cli.plan.model import ModelShape, load_shape
 from rollplex_cli.plan.tasks import TaskCounts, count_tasks
-from rollplex_cli.plan.topology import Topology, build_topology, head_faults
+from rollplex_cli.plan.topology import Topology, build_topology, head_faults, require_replicas_on_one_node
 
 if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
@@ -77,6 +77,7 @@ def build_plan(profile: Profile) -> Plan:
     topology = build_topology(
         place.num_nodes, place.ranks_per_node, place.train_tp, place.rollout_tp, disaggregated=profile.disaggregated
     )
+    _check_launches(profile, topology)
     tasks = count_tasks(
         prompts_per_step=profile.algorithm.prompts_per_step,
         group_size=profile.rollout.group_size,
@@ -100,6 +101,24 @@ def build_plan(profile: Profile) -> Plan:
         budget_bytes=_gib(profile.memory.budget_gib),
         host_budget_bytes=_gib(profile.memory.host_budget_gib),
     )
+
+
+def _check_launches(profile: Profile, topology: Topology) -> None:
+    """Decode and training at once on the same ranks, both with collectives: only in one launch order.
+
+    Raises:
+        UsageError: on GPUs without it, or ranks that cannot share it.
+    """
+    device = profile.topology.device
+    if profile.orders_launches(device):
+        require_replicas_on_one_node(topology)
+    elif profile.rollout_beside_training and device == "cuda":
+        raise UsageError(
+            "training beside a rollout of several GPUs needs one launch order of their collectives, which "
+            f"`schedule.launch_order: never` forbids: `topology.rollout_tp` is {topology.rollout_tp}",
+            hint="leave `schedule.launch_order` at `auto`, or set `topology.rollout_tp` to 1 or `schedule.name` to "
+            "`colocate`",
+        )
 
 
 def _of_largest_role(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryLedger]:

@@ -137,6 +137,24 @@ def build_topology(
     )
 
 
+def require_replicas_on_one_node(topology: Topology) -> None:
+    """Of ranks that launch in one order, which they keep in memory that they share.
+
+    Raises:
+        UsageError: a rollout replica lies on several nodes.
+    """
+    for ranks in topology.rollout_tp_groups:
+        nodes = sorted({topology.places[rank].node for rank in ranks})
+        if len(nodes) > 1:
+            raise UsageError(
+                f"training beside a rollout of several ranks needs each rollout replica on one node: ranks "
+                f"{', '.join(map(str, ranks))} are on nodes {', '.join(map(str, nodes))} (ranks_per_node "
+                f"{topology.ranks_per_node}, train_tp {topology.train_tp}, rollout_tp {topology.rollout_tp})",
+                hint="choose `topology.train_tp` as a divisor of `topology.ranks_per_node`, or set "
+                "`topology.rollout_tp` to 1 or `schedule.name` to `colocate`",
+            )
+
+
 def head_faults(shape: ModelShape, train_tp: int, rollout_tp: int) -> list[str]:
     """Why a model cannot be cut this way; empty if it can. One sentence per fault, the product spelled out."""
     faults = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rollplex_cli.core.names import Phase
+from rollplex_cli.core.names import Lane, Phase
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
@@ -76,6 +76,7 @@ def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
     seed, numbers = rank.profile.runtime.seed, range(settings.num_responses)
     # By sample, not by rank or step: every evaluation draws alike, so that their differences are the weights'.
     seeds = [[derive_seed(seed, f"evaluation/{s.sample_id}", i) for i in numbers] for s in samples]
+    rank.team.launches.begin(Lane.ROLLOUT, "evaluation")
     with rank.events.span("evaluate", step=rank.control.step, phase=Phase.EVALUATE, lane="rollout"):
         inputs = []
         for sample in samples:

@@ -236,6 +236,7 @@ def _follow(rank: Rank, executor: Executor) -> None:
         store.task_ended(key)
         residency.task_ended(key)
 
+    rank.team.launches.check_with(executor.raise_if_stopped)
     residency.expect(executor.graph.tasks)
     executor.on_terminal = ended
     executor.between_tasks = residency.release_due
@@ -264,6 +265,7 @@ def _running(rank: Rank, executor: Executor, tasks: StepTasks) -> Iterator[None]
             raise RunFailedError("the step was stopped without a reason") from error
         raise cause from None if cause is not error else error.__cause__
     finally:
+        rank.team.launches.end_step()
         rank.control.watch(None)
 
 

@@ -148,6 +148,15 @@ class StepTasks:
         ids = {g: in_flight.get(g, (self._step << 20) + g if self._started else g) for g in self._inputs}
         groups = {engine_id: g for g, engine_id in ids.items()}
         waiting = set(self._inputs)
+
+        def hear() -> bool:
+            moved = board.listen()
+            for group in board.release():
+                waiting.discard(group)
+                executor.complete_decode(keys[group])
+            return moved
+
+        self._team.launches.begin_decode(hear)
         own = self._team.own_groups(self._inputs)
         engine.submit([self._request(g, ids[g]) for g in own if g not in in_flight])
         try:
@@ -164,10 +173,7 @@ class StepTasks:
                         self._pool.end()
                 completed = [(r.decode_step, groups[r.group]) for r in results]
                 board.advance(clock, completed, finished=not engine.has_work())
-                progress |= board.listen()
-                for group in board.release():
-                    waiting.discard(group)
-                    executor.complete_decode(keys[group])
+                progress |= hear()
                 if progress:
                     self.report_batch(engine.num_running)
                     executor.touch()

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from runtime.stores import Dictionary
 
 from rollplex_cli.core.errors import PeerFailedError, PhaseError, StallError
 from rollplex_cli.core.names import Phase
@@ -20,25 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from rollplex_cli.runtime.executor.executor import Executor
-
-
-class Dictionary:
-    """A store with the rendezvous store's calls."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, str] = {}
-
-    def set(self, key: str, value: str) -> None:
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def delete_key(self, key: str) -> bool:
-        return self.values.pop(key, None) is not None
 
 
 def pair() -> tuple[Dictionary, Peers, Peers]:

@@ -78,10 +78,14 @@ def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
 
 
 def test_four_ranks(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
-    """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas."""
-    for name, train_tp in (("dp", 2), ("q", 4)):
-        overrides = (FOUR, f"topology.train_tp={train_tp}", "topology.rollout_tp=2", "runtime.max_steps=3")
-        same(train(tmp_path / name, prepared, *overrides), rows(alone.root), 3)
+    """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas, whose
+    decode and training launch in one order."""
+    for name, overrides in (
+        ("dp", ["topology.train_tp=2"]),
+        ("q", ["topology.train_tp=4", "schedule.launch_order=always"]),
+    ):
+        degrees = (FOUR, "topology.rollout_tp=2", "runtime.max_steps=3")
+        same(train(tmp_path / name, prepared, *degrees, *overrides), rows(alone.root), 3)
 
 
 def test_degrees_that_do_not_divide_are_named(prepared: RunFolder, tmp_path: Path) -> None:

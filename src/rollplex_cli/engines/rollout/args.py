@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollplex_cli.engines.collectives import CollectiveLog
     from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.host import Device
 
@@ -64,6 +65,9 @@ class RolloutOptions:
     """Places the KV pool."""
     stream: torch.cuda.Stream | None = None
     """CUDA: everything runs on it. Decode graphs are captured on it, which gives their kernels its priority."""
+    log: CollectiveLog | None = None
+    """Hears of every batch of a replica of several ranks, whose forward holds collectives, and says when it may be
+    launched; None where nobody asks."""
     memory_fraction: float = 0.9
     """CUDA: share of the device that SGLang may count on; `kv_tokens` above what fits in it is an error."""
 

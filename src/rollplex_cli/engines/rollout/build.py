@@ -10,6 +10,7 @@ import logging
 import random
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from sglang.srt.managers import mm_utils
 from tqdm import tqdm
 
 from rollplex_cli.core.errors import UsageError
+from rollplex_cli.engines.collectives import GroupName
 from rollplex_cli.engines.inputs import MediaTokens
 from rollplex_cli.engines.rollout import host, patches
 from rollplex_cli.engines.rollout.args import server_args
@@ -79,6 +81,10 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
             built = HostedScheduler(
                 args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind, lora=options.lora
             )
+            replica = next(ranks for ranks in replicas if torch.distributed.get_rank() in ranks)
+            if options.log is not None and len(replica) > 1:
+                options.log.stream = options.stream
+                built.launch = partial(options.log.launch, "forward batch", GroupName("rollout group", replica))
     except BaseException:
         release()
         raise

@@ -6,6 +6,7 @@ Import only after `host.import_sglang`.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,9 @@ from rollplex_cli.engines.lora import fused
 from rollplex_cli.engines.rollout import patches
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
     from rollplex_cli.engines.lora.adapters import LoraSettings
     from rollplex_cli.engines.rollout.args import Rebind
 
@@ -58,6 +62,8 @@ class HostedScheduler(Scheduler):
         self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None, lora: LoraSettings | None = None
     ) -> None:
         self._rebind, self._lora = rebind, lora
+        self.launch: Callable[[], AbstractContextManager[Any]] = nullcontext
+        """Around the launch of every batch."""
         super().__init__(
             server_args,
             SimpleNamespace(nccl_port=0),
@@ -149,7 +155,8 @@ class HostedScheduler(Scheduler):
         if batch is None and not self.result_queue:
             return None
         if batch is not None:
-            result = self.run_batch(batch)
+            with self.launch():
+                result = self.run_batch(batch)
             if self.enable_overlap:
                 self._apply_war_barrier()  # what is prepared from now on waits until this forward has read its inputs
             # Preparing the next batch changes this one before its results are read.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rollplex_cli.engines.collectives import name_of
 from rollplex_cli.engines.trainer.arena import ALIGNMENT
 from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel
 from rollplex_cli.engines.weights.names import is_adapter
@@ -18,6 +19,7 @@ from rollplex_cli.engines.weights.staged import whole
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rollplex_cli.engines.collectives import GroupName
     from rollplex_cli.engines.trainer.arena import GradientArena, Slot
     from rollplex_cli.engines.weights.shards import ShardPlan
 
@@ -61,9 +63,9 @@ class GradientSync:
         parallel = self._shard.parallel
         if parallel.size == 1:
             return
-        self._reduce(self._shared, self._shard.kv_group, 1.0)
-        self._reduce(self._replicated, parallel.group, 1.0 / parallel.size)
-        self._reduce(self._partial, parallel.group, 1.0)
+        self._reduce(self._shared, self._shard.kv_group, name_of("key/value group", self._shard.kv_group), 1.0)
+        self._reduce(self._replicated, parallel.group, parallel.name, 1.0 / parallel.size)
+        self._reduce(self._partial, parallel.group, parallel.name, 1.0)
 
     def norm(self) -> float:
         """Global L2 norm over the training group, each parameter counted once; equal on all its ranks."""
@@ -72,12 +74,13 @@ class GradientSync:
         total = self._arena.square_sum(self._counted)
         return math.sqrt(float(self._shard.parallel.sum(total)))
 
-    def _reduce(self, slots: Sequence[Slot], group: dist.ProcessGroup | None, factor: float) -> None:
+    def _reduce(self, slots: Sequence[Slot], group: dist.ProcessGroup | None, name: GroupName, factor: float) -> None:
         if not slots:
             return
         views = [self._arena.layout.view(self._arena.flat, slot).view(-1) for slot in slots]
         joined = torch.cat(views)
-        dist.all_reduce(whole(joined), group=group)
+        with self._shard.parallel.log.launch("all_reduce", name, joined.nbytes):
+            dist.all_reduce(whole(joined), group=group)
         if factor != 1.0:
             joined *= factor
         for view, value in zip(views, joined.split([len(v) for v in views]), strict=True):

@@ -33,6 +33,8 @@ from rollplex_cli.runtime.control.control import Control
 from rollplex_cli.runtime.control.peers import Peers
 from rollplex_cli.runtime.executor.lanes import LaneThread
 from rollplex_cli.runtime.executor.phases import PhaseMachine
+from rollplex_cli.runtime.launches.build import build_launches, open_order
+from rollplex_cli.runtime.launches.watch import CollectiveWatch
 from rollplex_cli.runtime.team.groups import build_groups
 from rollplex_cli.runtime.team.team import Publisher, Team, build_team
 
@@ -98,7 +100,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
     built = rollout_lane.submit(
         lambda: build_rollout(
             profile, run.base_dir, replicas=team.topology.rollout_tp_groups, weights="from_trainer",
-            residency=residency, foreign=foreign_weights(profile, run.base_dir, team),
+            residency=residency, foreign=foreign_weights(profile, run.base_dir, team), log=team.launches.rollout,
         )
         if team.place.decodes else build_absent(profile, run.base_dir, team, residency)
     )  # fmt: skip
@@ -137,6 +139,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
         yield rank
         control.await_future(rollout_lane.submit(rollout.close), "closing the rollout engine")
         control.await_future(rollout_lane.submit(residency.close), "giving the device's memory back")
+        team.launches.close()
     finally:
         loader.close(wait=False)
         cache.close()
@@ -188,18 +191,18 @@ def _team(profile: Profile, run: RunFolder, control: Control) -> Team:
     faults = head_faults(shape, wanted.train_tp, wanted.rollout_tp)
     if faults:
         raise UsageError("the model cannot be split this way:" + "".join(f"\n  {fault}" for fault in faults))
-    if wanted.rollout_tp > 1 and device_of(profile) == "cuda" and profile.schedule.name == "rollplex":
-        raise UsageError(
-            f"training beside a rollout of several GPUs needs one launch order of their collectives, which "
-            f"`schedule.name: rollplex` has not: `topology.rollout_tp` is {wanted.rollout_tp}",
-            hint="set `topology.rollout_tp` to 1, or `schedule.name` to `colocate`",
-        )
+    device = device_of(profile)
+    ordered = profile.orders_launches(device)
     topology = build_topology(
         wanted.num_nodes, wanted.ranks_per_node, wanted.train_tp, wanted.rollout_tp, disaggregated=profile.disaggregated
     )
-    place = topology.places[control.peers.rank]
+    place, peers = topology.places[control.peers.rank], control.peers
     groups = build_groups(topology, place, shape.num_kv_heads, _collective_timeout(profile))
-    return build_team(topology, place, groups, control.peers)
+    store = peers.another_connection() if ordered else None
+    order = open_order(topology, place, store, peers.namespace) if store is not None else None
+    launches = build_launches(order, on_device=device == "cuda")
+    control.watch_collectives(CollectiveWatch((launches.rollout, launches.trainer), peers))
+    return build_team(topology, place, groups, peers, launches)
 
 
 def _collective_timeout(profile: Profile) -> datetime.timedelta:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from rollplex_cli.engines.collectives import CollectiveLog
     from rollplex_cli.engines.rollout.base import RolloutEngine
     from rollplex_cli.memory.residency import Residency
     from rollplex_cli.profile.schema import Profile
@@ -59,6 +60,7 @@ def build_rollout(
     weights: Literal["from_checkpoint", "from_trainer"] = "from_checkpoint",
     residency: Residency | None = None,
     foreign: Mapping[str, Sequence[tuple[int, int]]] | None = None,
+    log: CollectiveLog | None = None,
 ) -> RolloutEngine:
     """The rollout engine of this rank. Call it on the thread that will own it; every rank at the same point.
 
@@ -69,6 +71,7 @@ def build_rollout(
         residency: places weights and KV pool, which is without memory until its next lease; None leaves them to the
             engine.
         foreign: rows of the weights that other ranks train, see `place_weights`.
+        log: see `RolloutOptions`.
     """
     device = device_of(profile)
     engine = SglangRollout(
@@ -88,6 +91,7 @@ def build_rollout(
             kv_buffers=None if residency is None else partial(place_key_values, residency),
             run_ahead=profile.rollout.run_ahead and device == "cuda",
             lora=lora_settings(profile) if weights == "from_trainer" else None,
+            log=log,
         )
     )
     if residency is not None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollplex_cli.core.names import NO_GROUP, Lane
+from rollplex_cli.core.names import NO_GROUP, Lane, TaskKey
 from rollplex_cli.memory.leases import ObjectStore
 from rollplex_cli.runtime.executor.phases import PhaseMachine
 from rollplex_cli.runtime.executor.theta import ThetaGuard
@@ -88,7 +88,8 @@ class Rank:
 
     @contextmanager
     def span(self, kind: TaskKind, lane: Lane, group: int) -> Iterator[None]:
-        """Event span of a task."""
+        """Event span of a task, whose name its collectives bear."""
+        self.team.launches.begin(lane, str(TaskKey(kind, group)))
         with self.events.span(
             kind,
             step=self.control.step,

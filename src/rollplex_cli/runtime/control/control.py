@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.control.peers import Peers
     from rollplex_cli.runtime.executor.executor import Executor
     from rollplex_cli.runtime.executor.phases import PhaseMachine
+    from rollplex_cli.runtime.launches.watch import CollectiveWatch
 
 T = TypeVar("T")
 
@@ -57,6 +58,7 @@ class Control:
         self._last_peer_check = 0.0
         self._host = socket.gethostname()
         self.step = 0
+        self._collectives: CollectiveWatch | None = None
         self._stop_requested = threading.Event()
 
     @property
@@ -78,6 +80,10 @@ class Control:
         """Take the waits of this executor into status and stall messages (None: of no step)."""
         self._executor = executor
         self._started |= executor is not None
+
+    def watch_collectives(self, watch: CollectiveWatch) -> None:
+        """Take the collectives that this rank is in into status and stall messages. Any thread."""
+        self._collectives = watch
 
     def doing(self, what: str) -> None:
         """Name what the control thread waits for outside a step; restarts the stall clock."""
@@ -103,6 +109,8 @@ class Control:
             self.peers.check_failure()
             tasks = self._executor.num_progress if self._executor is not None else 0
             self.peers.report_progress(f"{self.step}/{self._num_doings}/{tasks}")
+            if self._collectives is not None:
+                self._collectives.tell()
         if now - self._last_status > STATUS_EVERY_S:
             self._last_status = now
             self.write("running" if self.step or self._executor else "starting")
@@ -142,6 +150,8 @@ class Control:
         here = [f"control: {self._doing}"] if self._doing else []
         if self.peers.waiting_for is not None:
             here.append(f"control: rank {self.peers.waiting_for} to arrive there too")
+        if self._collectives is not None:
+            here += self._collectives.lines()
         return here + (self._executor.waiting_for() if self._executor is not None else [])
 
     def write(self, state: str, **fields: Any) -> None:

@@ -72,6 +72,19 @@ class Peers:
         if self._store is not None and self.world_size > 1:
             self._store.set(f"{self.namespace}/progress/{self.rank}", mark)
 
+    def say(self, topic: str, text: str) -> None:
+        """Let every rank read `text` of this one, in place of what it said before."""
+        if self._store is not None and self.world_size > 1:
+            self._store.set(f"{self.namespace}/{topic}/{self.rank}", text)
+
+    def heard(self, topic: str, rank: int) -> str | None:
+        """What a rank said last; None where it said nothing, or the store is gone."""
+        key = f"{self.namespace}/{topic}/{rank}"
+        try:
+            return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else None
+        except RuntimeError:  # with the rank that held it
+            return None
+
     def meet(self, name: str, value: dict[str, Any], on_wait: Callable[[], None]) -> list[dict[str, Any]]:
         """Exchange a small JSON object with every rank; returns all of them in rank order.
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollplex_cli.engines.collectives import name_of
 from rollplex_cli.engines.trainer.model.parallel import TensorParallel
 from rollplex_cli.engines.trainer.sharded import Shard
 from rollplex_cli.engines.weights.check import check_published
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.weights.shards import ShardPlan
     from rollplex_cli.plan.topology import RankPlace, Topology
     from rollplex_cli.runtime.control.peers import Peers
+    from rollplex_cli.runtime.launches.build import Launches
     from rollplex_cli.runtime.team.groups import ProcessGroups
 
 
@@ -47,6 +49,8 @@ class Team:
     """None where every rank of the training group decodes every prompt."""
     word: LeaderWord
     """What the leader finds for all (rewards)."""
+    launches: Launches
+    """What the lanes launch, and in which order."""
 
     @property
     def leads(self) -> bool:
@@ -87,11 +91,14 @@ class Team:
         """The trainer's share of the model; None for all of it."""
         if self.topology.train_tp == 1:
             return None
-        parallel = TensorParallel(self.topology.train_tp, self.place.training_shard, self.groups.train)
+        parallel = TensorParallel(
+            self.topology.train_tp, self.place.training_shard, self.groups.train,
+            log=self.launches.trainer, name=name_of("training group", self.groups.train),
+        )  # fmt: skip
         return Shard(plan=plan, parallel=parallel, kv_group=self.groups.key_values)
 
 
-def build_team(topology: Topology, place: RankPlace, groups: ProcessGroups, peers: Peers) -> Team:
+def build_team(topology: Topology, place: RankPlace, groups: ProcessGroups, peers: Peers, launches: Launches) -> Team:
     """Put a team together; lanes that talk to it get connections of their own to the store of `peers`."""
     first = place.training_group * topology.train_tp
     replicas, apart = topology.replicas_per_group, topology.disaggregated
@@ -111,11 +118,14 @@ def build_team(topology: Topology, place: RankPlace, groups: ProcessGroups, peer
             posts=place.decodes and place.rollout_shard == 0,
         ),
         responses=(
-            ResponseExchange(groups.responses, range(owner, owner + replicas)) if groups.responses is not None else None
+            ResponseExchange(groups.responses, range(owner, owner + replicas), launches.trainer)
+            if groups.responses is not None
+            else None
         ),
         word=LeaderWord(
             peers.another_connection() if topology.train_tp > 1 else None, name, leads=place.training_shard == 0
         ),
+        launches=launches,
     )
 
 
@@ -134,6 +144,8 @@ class Publisher:
         actor: Actor | None, *, check: bool,
     ) -> None:  # fmt: skip
         self._plans, self._params, self._rollout, self._actor, self._check = plans, params, rollout, actor, check
+        self._log = team.launches.rollout
+        self._name = name_of("group of equal rollout shards", team.groups.exchange)
         self._move: Exchange | Delivery
         if team.topology.disaggregated:
             self._move = Delivery(plans, params, team.groups.deliveries, sends=team.place.trains)
@@ -145,7 +157,9 @@ class Publisher:
 
     def publish(self) -> None:
         """Bring the weights where they are decoded with, check, and drop what the rollout computed under the old."""
-        self._move.run()
+        # Every trainer lane is idle: there is nothing to take turns with.
+        with self._log.launch("exchange of the updated weights", self._name, on_host=True):
+            self._move.run()
         if torch.cuda.is_initialized():
             # The rollout reads on a stream of its own.
             torch.cuda.current_stream().synchronize()

@@ -7,27 +7,35 @@ gradient (Shoeybi et al., 2019, section 3).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from rollplex_cli.engines.collectives import CollectiveLog, GroupName, unwatched
 from rollplex_cli.engines.weights.shards import padded_vocab
 from rollplex_cli.engines.weights.staged import whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+TRAINING_GROUP = GroupName("training group")
+
 
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
     """A rank's place in its training group. Every collective of a forward and its backward goes through here, and
-    all ranks of the group make the same calls in the same order."""
+    all ranks of the group make the same calls in the same order.
+
+    `log` hears of each; `name` is what messages call the group.
+    """
 
     size: int = 1
     rank: int = 0
     group: dist.ProcessGroup | None = None
+    log: CollectiveLog = field(default_factory=unwatched)
+    name: GroupName = TRAINING_GROUP
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """Whole activations into a column-parallel layer: nothing forward, gradients are summed over the group."""
@@ -48,14 +56,18 @@ class TensorParallel:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor: the sum of `x` over the group."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole(total), group=self.group)
+        self._all_reduce(total, dist.ReduceOp.SUM)
         return total
 
     def max(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor: the elementwise maximum of `x` over the group."""
         largest = x.detach().clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(whole(largest), op=dist.ReduceOp.MAX, group=self.group)
+        self._all_reduce(largest, dist.ReduceOp.MAX)
         return largest
+
+    def _all_reduce(self, x: torch.Tensor, op: Any) -> None:
+        with self.log.launch("all_reduce", self.name, x.nbytes):
+            dist.all_reduce(whole(x), op=op, group=self.group)
 
 
 SINGLE = TensorParallel()
