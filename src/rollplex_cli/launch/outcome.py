@@ -38,6 +38,7 @@ AWAITED = re.compile(r"control: rank (\d+) to arrive there too")
 STOPPED = (-signal.SIGTERM, -signal.SIGUSR2, -signal.SIGINT)
 """Exit codes of a rank that was asked to stop while it was still being loaded."""
 MAX_RANKS_SHOWN = 8
+BETWEEN_WAITS = "waiting for nothing"
 
 
 def read_statuses(run: RunFolder, num_ranks: int) -> list[RankStatus | None]:
@@ -129,11 +130,12 @@ def _located(
     return located
 
 
-def wait_lines(statuses: Sequence[RankStatus | None], without: int | None = None) -> str:
-    """What every rank was waiting for when it last said so, as the end of a message: one line per rank."""
-    said = [s for s in statuses if s is not None and s.waiting and s.rank != without]
+def wait_lines(statuses: Sequence[RankStatus | None], without: int | None = None, hung: int | None = None) -> str:
+    """What every rank was waiting for when it last said so, as the end of a message: one line per rank that waited, and
+    one for the rank that hangs."""
+    said = [s for s in statuses if s is not None and (s.waiting or s.rank == hung) and s.rank != without]
     lines = [
-        f"\n  rank {s.rank}, step {s.step}, phase {s.phase or 'none'}: {'; '.join(s.waiting[:4])}"
+        f"\n  rank {s.rank}, step {s.step}, phase {s.phase or 'none'}: {'; '.join(s.waiting[:4]) or BETWEEN_WAITS}"
         for s in said[:MAX_RANKS_SHOWN]
     ]
     more = [f"\n  and {len(said) - MAX_RANKS_SHOWN} more ranks"] if len(said) > MAX_RANKS_SHOWN else []
@@ -164,7 +166,7 @@ def _silent_stall(run: RunFolder, rank: int, statuses: Sequence[RankStatus | Non
     age_s = max(0.0, time.time() - status.time)
     where = f"in step {status.step}, phase {status.phase or 'none'}"
     return StallError(
-        f"rank {rank} hangs: it has not moved for {age_s:.0f} s, {where}{wait_lines(statuses)}",
+        f"rank {rank} hangs: it has not moved for {age_s:.0f} s, {where}{wait_lines(statuses, hung=rank)}",
         hint=f"the log is `{run.rank_log(rank)}`",
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios.support import ALONE_STEPS as STEPS
 from scenarios.support import prepare_run, rollplex, sets, small
 
 from rollplex_cli.core.events import read_events
@@ -25,15 +23,19 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
+STEPS = 12
 ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
-def trained(alone: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run of `STEPS` steps with a checkpoint at its end."""
-    root = tmp_path_factory.mktemp("residency") / "run"
-    shutil.copytree(alone.root, root, symlinks=True)
-    return RunFolder(root)
+def trained(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """A run of `STEPS` steps with a checkpoint at its end: nothing but training, so that memory has no reason
+    to grow."""
+    run = RunFolder(tmp_path_factory.mktemp("residency") / "run")
+    base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", f"runtime.max_steps={STEPS}")
+    done = rollplex("train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *sets(small(*base)))
+    assert done.returncode == 0, done.stderr[-2000:]
+    return run
 
 
 def resume(run: RunFolder, *overrides: str) -> subprocess.CompletedProcess[str]:
