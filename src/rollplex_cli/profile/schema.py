@@ -184,6 +184,10 @@ class AlgorithmProfile:
     """Passes over a rollout."""
     skip_zero_variance: bool = False
     """Leave groups whose rewards are all equal out of loss and normaliser (DAPO's filter)."""
+    max_refills: NonNegativeInt = 0
+    """With `skip_zero_variance`: start another prompt in place of each group whose rewards are all equal, so often at
+    most, until the step has `prompts_per_step` groups to learn from (DAPO's dynamic sampling). `reward_mean` stays that
+    of all groups sampled. 0 is off."""
     overlong_buffer_tokens: NonNegativeInt = 0
     """Length penalty over the last so many of `rollout.max_new_tokens` tokens, rising from 0 to
     `overlong_penalty` (DAPO's soft punishment); 0 is off."""
