@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
+import math
 import re
 import urllib.error
 import urllib.request
@@ -20,6 +23,13 @@ Kind = Literal["video", "image"]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _DOWNLOAD_TIMEOUT_S = 60.0
 MAX_DOWNLOAD_BYTES = 1 << 30
+
+
+def is_nothing(value: Any) -> bool:
+    """Whether a cell holds nothing: null in any of the ways in which tables write it."""
+    if isinstance(value, dict):
+        return all(item is None for item in value.values())
+    return value is None or value in ("", b"") or (isinstance(value, float) and math.isnan(value))
 
 
 class MediaFiles:
@@ -60,11 +70,23 @@ class MediaFiles:
         raise DataError(f"a medium names no file, its keys are: {', '.join(map(str, value))}")
 
     def _file(self, text: str) -> Path:
+        if text.startswith("data:"):
+            return self._inline(text)
         if text.startswith("file://"):
             return Path(text.removeprefix("file://"))
         if _URL.match(text):
             return self._download(text)
         return self._root / text
+
+    def _inline(self, address: str) -> Path:
+        head, _, body = address.partition(",")
+        try:
+            content = base64.b64decode(body, validate=True) if head.endswith(";base64") else b""
+        except binascii.Error:
+            content = b""
+        if not content:
+            raise DataError(f"a `data:` address holds no base64: {address[:60]!r}")
+        return self._write(content)
 
     def _write(self, content: bytes) -> Path:
         path = self._folder / hashlib.sha256(content).hexdigest()[:32]

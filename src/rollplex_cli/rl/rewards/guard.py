@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollplex_cli.core.errors import RewardError
+from rollplex_cli.rl.rewards.text import tagged_answers
 
 EXACT_WEIGHT = 0.9
 FORMAT_WEIGHT = 0.1
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 RewardFunction = Callable[[Any, str, bool], "Mapping[str, float] | float"]
 """(sample, decoded response, ended by itself) to a number, or to named parts of which the reward is the sum."""
@@ -35,9 +33,9 @@ def exact_answer_parts(text: str, answer: str, finished: bool) -> dict[str, floa
     count as form errors. The answer is right when the first `<answer>...</answer>` holds `answer`, blanks and
     upper case aside.
     """
-    found = _ANSWER.search(text)
-    exact = found is not None and found.group(1).strip().lower() == answer.strip().lower()
-    whole = _ANSWER.fullmatch(text) is not None and text.count("<answer>") == 1
+    found = tagged_answers(text)
+    exact = bool(found) and found[0].strip().lower() == answer.strip().lower()
+    whole = bool(found) and text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1
     return {"exact": EXACT_WEIGHT * exact, "format": FORMAT_WEIGHT * (whole and finished)}
 
 
