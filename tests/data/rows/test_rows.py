@@ -119,6 +119,7 @@ def test_media_without_placeholders_come_first(media: MediaFiles) -> None:
         ({"question": "?", "answer": ["x", "y"]}, r"`answer` is \"\['x', 'y'\]\""),
         ({"question": "?", "answer": True}, "`answer` is 'True'"),
         ({"question": "?", "answer": math.nan}, "no answer in it"),
+        ({"question": "?", "answer": Decimal("sNaN")}, "`answer` is 'sNaN'"),
         ({"question": "?", "answer": math.inf}, "`answer` is 'inf'"),
         ({"question": "?", "answer": " \n"}, "answer is empty"),
         ({"question": "?", "answer": "1 + 1\n####"}, "answer is empty"),
@@ -147,7 +148,7 @@ def test_faults_name_the_row(row: dict[str, Any], message: str, media: MediaFile
 
 @pytest.mark.parametrize(
     ("answer", "expected"),
-    [(5.0, "5"), (-0.5, "-0.5"), (1e300, "1e+300"), (Decimal("1.50"), "1.50"), (10**40, "1" + "0" * 40),
+    [(5.0, "5"), (-0.5, "-0.5"), (1e300, "1e+300"), (Decimal("1.50"), "1.50"), (10**400, "1" + "0" * 400),
      ("\u0661\u0662", "\u0661\u0662"), ("#### A heading\nand text", "#### A heading\nand text"), ("a #### 7 ", "7")],
 )  # fmt: skip
 def test_answers_as_tables_hold_them(answer: Any, expected: str, media: MediaFiles) -> None:

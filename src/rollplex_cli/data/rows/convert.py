@@ -7,21 +7,18 @@ Recognised by their columns: Video-R1 (`problem`, `solution`, `path`, `data_type
 
 from __future__ import annotations
 
-import math
-import mimetypes
 import re
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import TYPE_CHECKING, Any, cast
 
 from rollplex_cli.core.errors import DataError
-from rollplex_cli.data.rows.media import Kind, is_nothing
+from rollplex_cli.data.rows.cells import choices_of, is_nothing, text_of
 from rollplex_cli.data.types import MediaRef, Message, Sample
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from rollplex_cli.data.rows.media import MediaFiles
+    from rollplex_cli.data.rows.media import Kind, MediaFiles
 
 QUESTIONS = ("question", "problem", "prompt", "query", "instruction")
 ANSWERS = ("answer", "solution", "ground_truth", "response", "label", "target")
@@ -32,6 +29,7 @@ _TAGGED = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _PLACEHOLDER = re.compile(r"<(image|video)>")
 _MEDIA_PARTS: dict[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
 """Types of the parts of a chat message that are media."""
+_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".gif", ".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _ROLES = ("system", "user", "assistant")
 
 
@@ -54,7 +52,7 @@ def to_sample(row: Mapping[str, Any], sample_id: str, media: MediaFiles, options
         DataError: no question or answer in it, media it cannot mean, or placeholders that do not fit its media.
     """
     try:
-        choices = _choices(row.get("options"))
+        choices = choices_of(row.get("options"))
         answer, kind = _answer(row), _kind(row)
         extra = {key: value for key, value in row.items() if key not in _USED and _is_plain(value)}
         if choices:
@@ -87,30 +85,10 @@ def _question(row: Mapping[str, Any], choices: Sequence[str]) -> str:
     return text
 
 
-def _choices(value: Any) -> list[str]:
-    """Options of a multiple choice: a list of texts, or letters with their texts."""
-    if is_nothing(value):
-        return []
-    if isinstance(value, str):
-        return [line for line in value.splitlines() if line.strip()]
-    pairs = (
-        list(value.items()) if isinstance(value, dict) else [("", v) for v in value] if isinstance(value, list) else []
-    )
-    found = []
-    for letter, choice in pairs:
-        if letter and choice is None:
-            continue  # tables give every row all letters
-        text = str(choice) if isinstance(choice, bool) else _cell(choice)
-        if text is None:
-            raise DataError(f"an option is neither a text nor a number: {str(choice)[:60]!r}")
-        found.append(f"{letter}. {text}" if letter else text)
-    return found
-
-
 def _answer(row: Mapping[str, Any]) -> str:
     model = row.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
-        found = _cell(model["ground_truth"])
+        found = text_of(model["ground_truth"])
         if found is None:
             shown = str(model["ground_truth"])[:60]
             raise DataError(f"its `reward_model.ground_truth` is neither a text nor a number: {shown!r}")
@@ -139,23 +117,11 @@ def _kind(row: Mapping[str, Any]) -> str:
 
 def _first_text(row: Mapping[str, Any], names: Sequence[str], what: str) -> str:
     for name in names:
-        if (text := _cell(row.get(name))) is not None:
+        if (text := text_of(row.get(name))) is not None:
             return text
     odd = [f"`{name}` is {str(row[name])[:40]!r}" for name in names if not is_nothing(row.get(name))]
     found = "; ".join(odd) or ", ".join(map(str, row))
     raise DataError(f"no {what} in it, expected text or a number in one of the columns {', '.join(names)}: {found}")
-
-
-def _cell(value: Any) -> str | None:
-    """A cell's text, None where it holds neither text nor a finite number."""
-    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
-        return None
-    if isinstance(value, str | int):
-        return str(value)
-    if not math.isfinite(value):
-        return None
-    # A column of whole numbers with gaps is stored as one of floats.
-    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else str(value)
 
 
 def _media(row: Mapping[str, Any], files: MediaFiles) -> dict[Kind, list[MediaRef]]:
@@ -181,8 +147,7 @@ def _kind_of_path(row: Mapping[str, Any]) -> Kind | None:
         return None
     if is_nothing(kind):
         first = path[0] if isinstance(path, list) else path
-        guess = (mimetypes.guess_type(str(first))[0] or "").partition("/")[0]
-        if guess in ("video", "image"):
+        if str(first).lower().endswith(_SUFFIXES):
             raise DataError(f"`path` names a medium, and no `data_type` says which kind: {str(first)[:60]!r}")
         return None
     name = str(kind).strip().lower()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-import math
 import re
 import urllib.error
 import urllib.request
@@ -23,13 +22,6 @@ Kind = Literal["video", "image"]
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _DOWNLOAD_TIMEOUT_S = 60.0
 MAX_DOWNLOAD_BYTES = 1 << 30
-
-
-def is_nothing(value: Any) -> bool:
-    """Whether a cell holds nothing: null in any of the ways in which tables write it."""
-    if isinstance(value, dict):
-        return all(item is None for item in value.values())
-    return value is None or value in ("", b"") or (isinstance(value, float) and math.isnan(value))
 
 
 class MediaFiles:
