@@ -26,7 +26,7 @@ def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> di
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return {**found, "log": done.stderr}
 
 
 def groups_of(result: dict[str, Any], step: int) -> list[list[float]]:
@@ -51,6 +51,8 @@ def test_batches_are_filled(results: dict[str, Any]) -> None:
         # A place is given up only after all its refills.
         assert row["refilled_groups"] >= REFILLS * (SHARE - len(kept))
         refilled += row["refilled_groups"]
+        short = f"step {row['step']} trained on {len(kept)} groups instead of {SHARE}"
+        assert (short in results["log"]) == (len(kept) < SHARE)
     full = [row for row in results["plain"]["rows"] if row["kept_groups"] == SHARE]
     assert refilled > 0 and full
     assert any(row["refilled_groups"] for row in full)
