@@ -128,6 +128,16 @@ def test_long_prompts_have_a_choice_of_their_own(
         assert set(loader.skipped) == {row}
 
 
+def test_samples_of_other_splits_are_left_out_alike() -> None:
+    other = Sample(sample_id="held out", question="q", answer="a", kind="k")
+    bad = FakeBuilder(frozenset([other.sample_id]))
+    loader = PromptLoader(SAMPLES, bad, order(), num_workers=0, on_bad_media="skip")
+    assert loader.build(other) is None and "broken" in loader.skipped["held out"]
+    assert loader.build(SAMPLES[0]) is not None
+    with pytest.raises(DataError, match="held out"):
+        PromptLoader(SAMPLES, bad, order(), num_workers=0).build(other)
+
+
 def test_rows_left_out_have_a_limit() -> None:
     bad = frozenset(f"s{order().batch(step)[0]}" for step in range(2))
     loader = PromptLoader(SAMPLES, FakeBuilder(bad), order(), num_workers=0, on_bad_media="skip", max_bad_rows=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,27 @@ def test_special_tokens_in_a_question_are_refused(builder: PromptBuilder, sample
     with pytest.raises(DataError, match=sample.sample_id) as caught:
         builder.build(odd)
     assert token in caught.value.message
+
+
+def test_special_tokens_anywhere_in_a_long_text_are_refused(builder: PromptBuilder, sample: Sample) -> None:
+    for text in ("word " * 10_000 + "<|video_pad|>", "<|video_pad|>" * 10_000):
+        with pytest.raises(DataError, match=r"special token: <\|video_pad\|>"):
+            builder.build(dataclasses.replace(sample, question=text))
+    with pytest.raises(DataError, match="half a character"):
+        builder.build(dataclasses.replace(sample, question="a \ud83d b"))
+
+
+def test_a_clip_longer_than_the_positions_of_the_model(builder: PromptBuilder, sample: Sample, tmp_path: Path) -> None:
+    # 2048 positions at 2 a second: 1024 s.
+    for seconds, fits in ((200, True), (300, False)):
+        path = tmp_path / f"{seconds}.mp4"
+        write_video(path, np.zeros((4, 56, 56, 3), dtype=np.uint8), Fraction(1, seconds))
+        lapse = with_media(sample, MediaRef(kind="video", path=path))
+        if fits:
+            assert builder.build(lapse).media[0].seconds_per_grid == pytest.approx(2.0 * seconds)
+        else:
+            with pytest.raises(DataError, match=r"lasts 1\.2e\+03 s, more than .* 1\.02e\+03 s"):
+                builder.build(lapse)
 
 
 @pytest.mark.parametrize("question", ["<image> Wie weit? 42 km \u2014 \u5de6", "[/answer] <video>", "{{ 1 + 1 }}", ""])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -170,6 +171,57 @@ def test_one_frame(tmp_path: Path) -> None:
     write_video(path, ramp(1), 4)
     with pytest.raises(DataError, match=r"too few frames.*\(1\)"):
         read_video(path, fps=2.0, max_frames=8)
+
+
+def test_no_frame_at_all(tmp_path: Path) -> None:
+    for name, message in {
+        "none.mp4": "no video stream",
+        "none.avi": "no frames",
+        "none.mkv": "cannot be decoded",
+    }.items():
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("libx264", rate=4)
+            stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
+            container.start_encoding()
+        with pytest.raises(DataError, match=message):
+            read_video(tmp_path / name, fps=2.0, max_frames=8)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "quarters"),
+    [((1, 0, 0, 1), 0), ((0, 1, -1, 0), -1), ((-1, 0, 0, -1), 2), ((0, -1, 1, 0), 1)],
+)
+def test_pictures_of_a_telephone_stand_upright(tmp_path: Path, matrix: tuple[int, ...], quarters: int) -> None:
+    """An mp4 says by a matrix how its pictures are to be turned."""
+    path = tmp_path / "turned.mp4"
+    frames = np.zeros((4, 32, 48, 3), dtype=np.uint8)
+    frames[:, :8, :] = 255  # bright above
+    write_video(path, frames, 2)
+    plain = read_video(path, fps=2.0, max_frames=4).frames
+    content = bytearray(path.read_bytes())
+    start = content.index(b"tkhd") + 4 + 40
+    a, b, c, d = (value << 16 for value in matrix)
+    content[start : start + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(bytes(content))
+    turned = read_video(path, fps=2.0, max_frames=4).frames
+    assert np.array_equal(turned, np.rot90(plain, quarters, axes=(1, 2)))
+
+
+def test_frames_of_two_sizes(tmp_path: Path) -> None:
+    parts = []
+    for height, width in ((32, 48), (64, 96)):
+        path = tmp_path / f"{height}.h264"
+        with av.open(str(path), "w", format="h264") as container:
+            stream = container.add_stream("libx264", rate=4)
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            for frame in ramp(8, height, width):
+                container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            container.mux(stream.encode(None))
+        parts.append(path.read_bytes())
+    both = tmp_path / "both.h264"
+    both.write_bytes(b"".join(parts))
+    with pytest.raises(DataError, match="changes its size"):
+        read_video(both, fps=2.0, max_frames=8)
 
 
 def test_odd_sizes_are_refused(tmp_path: Path) -> None:

@@ -102,6 +102,22 @@ def test_all_faults_between_keys_at_once() -> None:
         (["algorithm.importance_cap=2", "algorithm.old_logprobs=rollout"], "algorithm.importance_cap: got 2"),
         (["algorithm.num_minibatches=5"], "algorithm.num_minibatches: got 5, expected a divisor of the 32"),
         (["rollout.extra_groups=2", "algorithm.num_minibatches=2"], "algorithm.num_minibatches: got 2, expected 1"),
+        (
+            ["algorithm.max_refills=1"],
+            "algorithm.max_refills: got 1, expected 0 without `algorithm.skip_zero_variance`",
+        ),
+        (
+            ["algorithm.name=dapo", "algorithm.max_refills=2", "algorithm.kl_in=reward", "algorithm.kl_coef=0.1"],
+            "algorithm.max_refills: got 2, expected 0 with `algorithm.kl_in: reward`",
+        ),
+        (
+            ["algorithm.name=dapo", "algorithm.max_refills=2", "topology.ranks_per_node=2", "topology.train_tp=2"],
+            "algorithm.max_refills: got 2, expected 0 with `topology.train_tp` above 1",
+        ),
+        (
+            ["algorithm.name=dapo", "algorithm.max_refills=2", "topology.ranks_per_node=2", "schedule.name=disagg"],
+            "algorithm.max_refills: got 2, expected 0 with `schedule.name: disagg`",
+        ),
         (["algorithm.overlong_buffer_tokens=9"], "expected at most `rollout.max_new_tokens` (8)"),
         (["rollout.group_size=1", "algorithm.name=rloo"], "RLOO needs at least two responses"),
         (["algorithm.name=grpoo"], "algorithm.name: got the text `grpoo`, expected `grpo`"),
@@ -145,6 +161,14 @@ def test_a_named_algorithm_sets_what_the_profile_does_not() -> None:
     plain, own = load_profile("tiny"), load_profile("tiny", ["algorithm.name=dapo", "algorithm.clip_high=0.5"])
     assert (plain.algorithm.clip_high, plain.algorithm.skip_zero_variance) == (0.2, False)
     assert (own.algorithm.clip_high, own.algorithm.skip_zero_variance) == (0.5, True)
+    assert (plain.algorithm.max_refills, own.algorithm.max_refills) == (0, 3)
+    for stands_against in (
+        ["topology.ranks_per_node=2", "topology.train_tp=2"],
+        ["topology.ranks_per_node=2", "schedule.name=disagg"],
+        ["algorithm.kl_in=reward"],
+        ["algorithm.skip_zero_variance=false"],
+    ):
+        assert load_profile("tiny", ["algorithm.name=dapo", *stands_against]).algorithm.max_refills == 0
     batch = load_profile("tiny", ["algorithm.name=reinforce_pp"])
     assert (batch.algorithm.advantage, batch.schedule.early_groups) == ("batch_std", False)
     # What was resolved once stays as it is.

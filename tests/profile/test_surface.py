@@ -19,6 +19,7 @@ KEYS = {
     "algorithm.kl_in",
     "algorithm.loss_normalizer",
     "algorithm.mask_truncated",
+    "algorithm.max_refills",
     "algorithm.name",
     "algorithm.num_epochs",
     "algorithm.num_minibatches",

@@ -112,11 +112,20 @@ def _options(options: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _resolved(text: str) -> Path:
+    try:
+        path = Path(text).expanduser().resolve()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, an unknown user, a name no file can have
+        raise UsageError(f"task `rows`: no path ({error}): {text[:200]!r}") from None
+    return path
+
+
 def _read(path: str, values: Mapping[str, Any], data_dir: Path) -> list[Sample]:
     if not path:
         return []
-    source = Path(path).expanduser().resolve()
-    root = Path(values["media_root"]).expanduser().resolve() if values["media_root"] else None
+    source = _resolved(path)
+    root = _resolved(values["media_root"]) if values["media_root"] else None
     media = MediaFiles(
         root or (source if source.is_dir() else source.parent),
         data_dir / "media",

@@ -158,6 +158,10 @@ class _Worker:
             good, value = self._pipe.recv()
         except (EOFError, OSError):
             raise self._died() from None
+        except WorkerTimeoutError:
+            raise
+        except Exception as error:  # of a class that is not known on this side
+            raise WorkerCallError(f"its answer cannot be read: {type(error).__name__}: {error}") from None
         if good:
             return value
         raise value if isinstance(value, RollplexError) else WorkerCallError(value)
@@ -186,7 +190,12 @@ def _serve(pipe: Connection, setup: Callable[..., Callable[[Any], Any]], argumen
                 answer = (True, handler(item))
             except Exception as error:
                 answer = (False, _portable(error))
-            pipe.send(answer)
+            try:
+                pipe.send(answer)
+            except (EOFError, OSError):
+                raise
+            except Exception as error:  # an answer that cannot be sent; nothing of it was
+                pipe.send((False, _portable(error)))
 
 
 def _end_with_parent() -> None:

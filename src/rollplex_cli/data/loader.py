@@ -123,6 +123,23 @@ class PromptLoader:
             self._keep_ahead(self._pool, first, count + self._prefetch_steps * self._order.prompts_per_rank)
         return [self._result(self._order.position(first + i)) for i in range(count)]
 
+    def build(self, sample: Sample) -> Prompt | None:
+        """The prompt of any sample, of another split too; None where it is left out. Raises as `batch` does."""
+        try:
+            return self._builder.build(sample)
+        except DataError as error:
+            if not (self._skip_long if isinstance(error, LongPromptError) else self._skip_bad):
+                raise
+            if sample.sample_id not in self.skipped:
+                log.warning("left out: %s", error.message)
+            self.skipped[sample.sample_id] = error.message
+            if len(self.skipped) > self._max_bad_rows:
+                raise DataError(
+                    f"more unusable samples than `data.max_bad_rows` allows ({self._max_bad_rows}), the last one: "
+                    f"{error.message}"
+                ) from None
+        return None
+
     def position(self, number: int) -> int:
         """See `BatchOrder.position`."""
         return self._order.position(number)
@@ -162,23 +179,12 @@ class PromptLoader:
     def _build(self, position: int) -> Prompt:
         for attempt in range(MAX_REPLACEMENTS + 1):
             sample = self._samples[self._order.index(position + attempt * self._order.prompts_per_step)]
-            try:
-                return self._builder.build(sample)
-            except DataError as error:
-                if not (self._skip_long if isinstance(error, LongPromptError) else self._skip_bad):
-                    raise
-                if sample.sample_id not in self.skipped:
-                    log.warning("left out: %s", error.message)
-                self.skipped[sample.sample_id] = error.message
-                last = error
-                if len(self.skipped) > self._max_bad_rows:
-                    raise DataError(
-                        f"more unusable samples than `data.max_bad_rows` allows ({self._max_bad_rows}), the last one: "
-                        f"{error.message}"
-                    ) from None
+            prompt = self.build(sample)
+            if prompt is not None:
+                return prompt
         raise DataError(
             f"too many unusable samples ({len(self.skipped)} so far, {MAX_REPLACEMENTS + 1} in a row), the last one: "
-            f"{last.message}",
+            f"{self.skipped[sample.sample_id]}",
             hint="check the data, or set `data.on_bad_media: error` to stop at the first",
         )
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex_cli.core.errors import DataError, LongPromptError, UsageError
 from rollplex_cli.data.compat import ensure_torchvision
+from rollplex_cli.data.images import read_image
 from rollplex_cli.data.types import Media, Prompt
 from rollplex_cli.data.video import TEMPORAL_PATCH, read_video
 from rollplex_cli.plan.families import FAMILIES
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rollplex_cli.data.types import MediaRef, Sample
-    from rollplex_cli.plan.families import VideoTime
     from rollplex_cli.profile.schema import DataProfile
 
 _PLACEHOLDER = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
@@ -45,7 +46,10 @@ class PromptBuilder:
         if profile.max_frames < TEMPORAL_PATCH:
             raise UsageError(f"`data.max_frames` must be at least {TEMPORAL_PATCH}: {profile.max_frames}")
         self._profile = profile
-        self._time_in_text = _video_time(processor_dir) == "text"
+        config = _config(processor_dir)
+        family = FAMILIES.get(str(config.get("model_type")))
+        self._time_in_text = family is not None and family.video_time == "text"
+        self._longest_s = _longest_s(config) if family is not None and family.video_time == "seconds" else math.inf
         processor = _load(processor_dir)
         self._tokenizer: Any = processor.tokenizer
         self._image: Any = processor.image_processor
@@ -121,6 +125,8 @@ class PromptBuilder:
                         f"sample `{sample.sample_id}`: question holds the special token: {found.group()}",
                         hint="media belong in the sample's `media`, not in its text",
                     )
+                if isinstance(part, str) and any("\ud800" <= c <= "\udfff" for c in part):
+                    raise DataError(f"sample `{sample.sample_id}`: text with half a character: {part[:60]!r}")
 
     def _template_ids(self, sample: Sample, stamps: list[tuple[float, ...]]) -> list[int]:
         """Ids with one placeholder per medium; `stamps` has the seconds of each video's temporal steps, in order."""
@@ -174,13 +180,18 @@ class PromptBuilder:
             lambda: self._video(videos=[frames], do_sample_frames=False, size=size, return_tensors="pt"), path
         )
         seconds = TEMPORAL_PATCH / clip.sampled_fps
+        if (span := seconds * len(clip.frames) / TEMPORAL_PATCH) > self._longest_s:
+            raise DataError(
+                f"video lasts {span:.3g} s, more than the model has positions for (`max_position_embeddings`, "
+                f"{self._longest_s:.3g} s): {path}"
+            )
         # A step is as late as the middle of its first and last frame.
         firsts, lasts = clip.timestamps[::TEMPORAL_PATCH], clip.timestamps[TEMPORAL_PATCH - 1 :: TEMPORAL_PATCH]
         middles = tuple((first + last) / 2 for first, last in zip(firsts, lasts, strict=True))
         return _medium("video", output["pixel_values_videos"], output["video_grid_thw"], seconds), middles
 
     def _read_image(self, path: Path) -> Media:
-        pixels = _channels_first(_load_image(path))
+        pixels = _channels_first(read_image(path))
         output = _process(lambda: self._image(images=[pixels], size=self._size(), return_tensors="pt"), path)
         return _medium("image", output["pixel_values"], output["image_grid_thw"], 0.0)
 
@@ -212,15 +223,21 @@ def _steps(video: Media) -> tuple[Media, ...]:
     return tuple(_medium("video", patches, grid, 0.0) for patches in video.patches.split(rows * columns))
 
 
-def _video_time(folder: Path) -> VideoTime | None:
-    """How the model of a checkpoint folder learns the time; None where the folder is of no known family."""
+def _config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a checkpoint folder; empty where it has none."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise UsageError(f"cannot read the model configuration `{path}`: {error}") from error
-    family = FAMILIES.get(str(config.get("model_type")))
-    return None if family is None else family.video_time
+    return config
+
+
+def _longest_s(config: dict[str, Any]) -> float:
+    """Seconds for which a model has temporal positions that are in proportion to seconds."""
+    text, vision = config.get("text_config") or config, config.get("vision_config") or {}
+    limit = text.get("max_position_embeddings")
+    return math.inf if limit is None else float(limit) / float(vision.get("tokens_per_second", 2))
 
 
 def _part(part: str | MediaRef) -> dict[str, str]:
@@ -243,23 +260,6 @@ def _load(folder: Path) -> Any:
     return processor
 
 
-def _load_image(path: Path) -> NDArray[Any]:
-    import numpy as np
-    from PIL import Image, ImageOps
-
-    if not path.is_file():
-        raise DataError(f"no such image: {path}")
-    try:
-        with Image.open(path) as image:
-            upright = ImageOps.exif_transpose(image)
-            if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
-                # Without a background, what is transparent shows whatever colour lies beneath.
-                upright = Image.alpha_composite(Image.new("RGBA", upright.size, "white"), upright.convert("RGBA"))
-            return np.asarray(upright.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise DataError(f"image cannot be decoded ({error}): {path}") from None
-
-
 def _channels_first(pixels: NDArray[Any]) -> Any:
     """[..., height, width, 3] uint8 array to a [..., 3, height, width] tensor."""
     import torch
@@ -270,7 +270,7 @@ def _channels_first(pixels: NDArray[Any]) -> Any:
 def _process(call: Callable[[], Any], path: Path) -> Any:
     try:
         return call()
-    except ValueError as error:
+    except (ValueError, ZeroDivisionError) as error:
         # Aspect ratios above 200 have no grid.
         raise DataError(f"medium cannot be processed ({error}): {path}") from None
 

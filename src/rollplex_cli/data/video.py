@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from rollplex_cli.core.errors import DataError
+from rollplex_cli.data.images import check_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -85,8 +86,7 @@ def read_video(
     """
     import av
 
-    if not path.is_file():
-        raise DataError(f"no such video: {path}")
+    check_file(path, "video")
     if path.stat().st_size == 0:
         raise DataError(f"video is empty (0 bytes): {path}")
     try:
@@ -149,7 +149,9 @@ def _frame_times(container: Any, path: Path) -> tuple[list[float], float]:
         raise DataError(f"video is damaged or truncated: {path}")
     shown = [packet for packet in packets if not packet.is_discard]
     rate = float(stream.average_rate) if stream.average_rate else 0.0
-    if shown and all(packet.pts is not None for packet in shown):
+    if not shown:
+        raise DataError(f"video has no frames: {path}")
+    if all(packet.pts is not None for packet in shown):
         times = sorted(float(packet.pts * packet.time_base) for packet in shown)
     elif rate > 0:
         times = [index / rate for index in range(len(shown))]
@@ -167,9 +169,19 @@ def _pictures(path: Path, indices: Sequence[int]) -> list[NDArray[np.uint8]]:
             if index in wanted:
                 if frame.is_corrupt:
                     raise DataError(f"video is damaged at frame {index}: {path}")
-                found.append(frame.to_ndarray(format="rgb24"))
+                found.append(_upright(frame))
             if index >= indices[-1]:
                 break
+    if len({picture.shape for picture in found}) > 1:
+        raise DataError(f"video changes its size between frames: {path}")
     if len(found) < len(indices):
         raise DataError(f"video is damaged, {len(found)} of {len(indices)} sampled frames decode: {path}")
     return found
+
+
+def _upright(frame: Any) -> NDArray[np.uint8]:
+    """[height, width, 3] RGB as a player shows it: files of telephones hold pictures that lie on their side, and by how
+    many quarters they are to be turned (counter-clockwise). Other angles are left alone."""
+    picture: NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
+    quarters, rest = divmod(int(frame.rotation), 90)
+    return np.rot90(picture, quarters) if quarters and not rest else picture

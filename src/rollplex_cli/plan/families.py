@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 VideoTime = Literal["seconds", "steps", "text"]
 """How a model learns when a frame is: by temporal positions in proportion to seconds, by one position per temporal
 step, or by time stamps in the text before each step, whose frames then stand on their own."""
+VisionMlp = Literal["gated", "quick_gelu", "gelu"]
+"""silu(gate) * up and RMS norm, or LayerNorm and two layers around x * sigmoid(1.702 x) or the tanh form of GELU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +38,7 @@ class Family:
     video_time: VideoTime
     vision_pad: int
     """The rollout engine rounds the width of the vision MLPs up to a multiple of this."""
-    gated_vision: bool
-    """RMS norm and a gated MLP in the vision tower, in place of LayerNorm and an MLP of two layers."""
+    vision_mlp: VisionMlp
     head_norms: bool = False
     """A norm of each head's queries and keys, in place of biases of their projections."""
     # Defaults of the configuration, which leaves out a value equal to one.
@@ -64,7 +65,7 @@ FAMILIES: Mapping[str, Family] = {
             rollout_file="qwen2_vl",
             video_time="steps",
             vision_pad=1,
-            gated_vision=False,
+            vision_mlp="quick_gelu",
             patch_size=14,
             vision_hidden_size=1280,
         ),
@@ -77,7 +78,7 @@ FAMILIES: Mapping[str, Family] = {
             rollout_file="qwen2_5_vl",
             video_time="seconds",
             vision_pad=8,
-            gated_vision=True,
+            vision_mlp="gated",
             patch_size=14,
         ),
         Family(
@@ -89,7 +90,7 @@ FAMILIES: Mapping[str, Family] = {
             rollout_file="qwen3_vl",
             video_time="text",
             vision_pad=1,
-            gated_vision=False,
+            vision_mlp="gelu",
             patch_size=16,
             head_norms=True,
             head_dim=128,

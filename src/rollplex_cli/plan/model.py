@@ -83,7 +83,7 @@ class ModelShape:
         """Every parameter, by role. `padded` rounds the vision MLP's width and the vocabulary up as the rollout engine
         does at every degree."""
         width = self.vision_width if padded else self.vision_intermediate_size
-        vision = self._gated_vision_groups if self.family.gated_vision else self._plain_vision_groups
+        vision = self._gated_vision_groups if self.family.vision_mlp == "gated" else self._plain_vision_groups
         return [*self._text_groups(VOCAB_PAD if padded else 1), *vision(width)]
 
     def shard_parameters(self, degree: int) -> int:

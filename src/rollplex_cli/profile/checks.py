@@ -35,6 +35,7 @@ OWN_FLAGS = (
 def faults(profile: Profile) -> Iterator[tuple[str, str]]:
     """Key path and text of every fault across keys of a profile whose single values are valid."""
     yield from _algorithm(profile)
+    yield from _refills(profile)
     yield from _lora(profile)
     yield from _topology(profile)
     yield from _lengths(profile)
@@ -91,6 +92,30 @@ def _algorithm(profile: Profile) -> Iterator[tuple[str, str]]:
             f"({profile.rollout.max_new_tokens})"
         )
         yield "algorithm.overlong_buffer_tokens", text
+
+
+def _refills(profile: Profile) -> Iterator[tuple[str, str]]:
+    algorithm = profile.algorithm
+    if not algorithm.max_refills:
+        return
+    got = f"got {algorithm.max_refills}, expected 0"
+    if not algorithm.skip_zero_variance:
+        yield (
+            "algorithm.max_refills",
+            f"{got} without `algorithm.skip_zero_variance`: what is replaced must not be trained",
+        )
+    if algorithm.kl_in == "reward" and algorithm.kl_coef:
+        text = f"{got} with `algorithm.kl_in: reward`: the penalty gives groups of equal rewards a signal of their own"
+        yield "algorithm.max_refills", text
+    if profile.disaggregated:
+        text = f"{got} with `schedule.name: disagg`: the ranks that decode do not hear of rewards"
+        yield "algorithm.max_refills", text
+    elif profile.topology.train_tp > 1:
+        text = (
+            f"{got} with `topology.train_tp` above 1: the ranks of a training group must start the same groups at the "
+            "same decode step"
+        )
+        yield "algorithm.max_refills", text
 
 
 def _lora(profile: Profile) -> Iterator[tuple[str, str]]:

@@ -13,7 +13,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "leave_one_out", "loss_normalizer": "sequences", "kl_in": "reward", "kl_estimator": "k1"},
     # arXiv 2501.03262, with baseline: group mean off, scaled over the batch, k2 in the loss.
     "reinforce_pp": {"advantage": "batch_std", "kl_estimator": "k2"},
-    # arXiv 2503.14476: clip-higher, token mean, groups without signal left out.
+    # arXiv 2503.14476: clip-higher, token mean, groups without signal left out, and replaced (`DAPO_REFILLS`).
     "dapo": {"clip_high": 0.28, "skip_zero_variance": True},
     # arXiv 2507.18071: one ratio per response, with limits of its own order.
     "gspo": {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "loss_normalizer": "responses"},
@@ -23,6 +23,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"num_minibatches": 4},
 }
 """Options each `algorithm.name` sets unless the profile does."""
+DAPO_REFILLS = 3
+"""How often `dapo` replaces a group without a signal, where groups can be replaced."""
 
 
 def fill_in(values: dict[str, Any]) -> None:
@@ -34,6 +36,20 @@ def fill_in(values: dict[str, Any]) -> None:
     if isinstance(algorithm, dict):
         for option, value in PRESETS.get(str(algorithm.get("name", "grpo")), {}).items():
             algorithm.setdefault(option, value)
+        if algorithm.get("name") == "dapo" and _can_refill(values):
+            algorithm.setdefault("max_refills", DAPO_REFILLS)
         # What the name alone asks for must not end in a fault; asked for by hand, both together are one.
         if algorithm.get("name") == "reinforce_pp" and isinstance(values.setdefault("schedule", {}), dict):
             values["schedule"].setdefault("early_groups", False)
+
+
+def _can_refill(values: dict[str, Any]) -> bool:
+    """Whether nothing in the profile stands against `algorithm.max_refills` (see `checks`)."""
+    algorithm, topology, schedule = (values.get(name) for name in ("algorithm", "topology", "schedule"))
+    return (
+        isinstance(algorithm, dict)
+        and algorithm.get("skip_zero_variance") is True
+        and algorithm.get("kl_in") != "reward"
+        and not (isinstance(topology, dict) and topology.get("train_tp", 1) != 1)
+        and not (isinstance(schedule, dict) and schedule.get("name") == "disagg")
+    )

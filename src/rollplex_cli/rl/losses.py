@@ -16,8 +16,8 @@ Differences from the published ones:
    its gradient that of log p. RLOO and REINFORCE++ are then the plain policy gradient; with further updates they
    are clipped like PPO.
 5. PPO (arXiv 1707.06347): no critic and no bootstrapping; minibatches are whole prompt groups, in a fixed order.
-6. DAPO (arXiv 2503.14476): groups without signal are left out of the batch, not sampled anew until it is full,
-   unless the rollout oversamples.
+6. DAPO (arXiv 2503.14476): a group without signal is replaced as soon as it is complete, `max_refills` times at most
+   (`runtime/groups/refills.py`); the paper samples whole batches until one is full.
 7. GSPO (arXiv 2507.18071): as published (equation 5); with `loss_normalizer: tokens` long responses weigh more.
 8. CISPO (arXiv 2506.13585, equation 4): a lower limit exists and is off at `clip_low: 1`.
 9. Truncated importance sampling: min(p_trainer / p_rollout, cap) per token, of the sampling weights (both under the
@@ -36,7 +36,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollplex_cli.profile.schema import AlgorithmProfile
+    from rollplex_cli.profile.algorithm import AlgorithmProfile
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Normalizer = Literal["tokens", "responses", "sequences", "constant"]

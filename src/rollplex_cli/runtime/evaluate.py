@@ -48,7 +48,7 @@ def evaluate(rank: Rank) -> dict[str, Any]:
     """Answer the held-out samples with the evaluation's own sampling, shared out among the replicas; in phase EVALUATE.
 
     Returns `heldout_reward`, `heldout_accuracy`, `heldout_<part>` for each reward part (means over all responses),
-    `heldout_tokens` and `num_samples`.
+    `heldout_tokens` and `num_samples`, of the samples that could be used (`data.on_bad_media`, `data.on_long_prompt`).
     """
     rank.control.go(rank.machine, Phase.EVALUATE)
     profile = rank.profile
@@ -69,24 +69,27 @@ def evaluate(rank: Rank) -> dict[str, Any]:
 
 def _answer(rank: Rank, samples: Sequence[Sample]) -> dict[str, float]:
     settings, limit = rank.profile.evaluation, rank.profile.rollout.max_new_tokens
-    sums = {"num_samples": float(len(samples)), "num_responses": 0.0, "reward": 0.0, "accuracy": 0.0, "tokens": 0.0}
+    sums = {"num_samples": 0.0, "num_responses": 0.0, "reward": 0.0, "accuracy": 0.0, "tokens": 0.0}
     sampling = SamplingSettings(
         max_new_tokens=settings.max_new_tokens or limit, temperature=settings.temperature, top_p=settings.top_p
     )
     seed, numbers = rank.profile.runtime.seed, range(settings.num_responses)
-    # By sample, not by rank or step: every evaluation draws alike, so that their differences are the weights'.
-    seeds = [[derive_seed(seed, f"evaluation/{s.sample_id}", i) for i in numbers] for s in samples]
     rank.team.launches.begin(Lane.ROLLOUT, "evaluation")
     with rank.events.span("evaluate", step=rank.control.step, phase=Phase.EVALUATE, lane="rollout"):
         inputs = []
         for sample in samples:
-            inputs.append(build_prompt_input(rank.prompts.build(sample), rank.media_tokens))
+            if (prompt := rank.loader.build(sample)) is not None:
+                inputs.append(build_prompt_input(prompt, rank.media_tokens))
             rank.control.touch()
+        usable = [prompt.prompt.sample for prompt in inputs]
+        # By sample, not by rank or step: every evaluation draws alike, so that their differences are the weights'.
+        seeds = [[derive_seed(seed, f"evaluation/{s.sample_id}", i) for i in numbers] for s in usable]
         with rank.memory.residency.hold("rollout_kv", "evaluation"):
             answers = answer_all(rank.engines.rollout, inputs, sampling, seeds, rank.control.touch) if inputs else []
             # Its prompts' keys and values do not outlive the pool's memory.
             rank.engines.rollout.drop_caches()
-    for sample, responses in zip(samples, answers, strict=True):
+    sums["num_samples"] = float(len(usable))
+    for sample, responses in zip(usable, answers, strict=True):
         texts = [rank.engines.builder.decode_response(r.token_ids) for r in responses]
         finished = [r.finish_reason == "stop" for r in responses]
         for response, reward in zip(responses, rank.engines.scorer.score(sample, texts, finished), strict=True):

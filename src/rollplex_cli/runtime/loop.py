@@ -73,7 +73,9 @@ class Run:
         self._boundary = boundary
         self._saved: int | None = None
         self._intake = Intake(rank.profile, rank.loader, rank.media_tokens)
-        self._oversamples = rank.profile.rollout.extra_groups > 0
+        self._refills = rank.profile.algorithm.max_refills > 0
+        self._takes_from_line = self._refills or rank.profile.rollout.extra_groups > 0
+        """Whether a step's prompts do not follow from its number alone."""
         self._loggers: Loggers | None = None
         """On rank 0, from `run` on."""
         self._schedule = schedule_of(rank.profile)
@@ -91,7 +93,7 @@ class Run:
             publish = rank.rollout_lane.submit(rank.engines.publisher.publish)
             rank.control.await_future(publish, "publishing the checkpoint's weights")
             self.progress = Progress(**found.state["progress"])
-            if self._oversamples:
+            if self._takes_from_line:
                 self._intake.load(found.state.get("intake", []), rank.peers.rank, rank.peers.world_size)
             self._saved = rank.control.step = self.progress.step
         # Every rank must have read the same one before any of them writes.
@@ -154,26 +156,31 @@ class Run:
         job = rank.host_lane.submit(lambda: self._prompts(step))
         inputs, groups = rank.control.await_future(job, "the prompts of the step (decoding media)")
         data_wait_s = time.monotonic() - started
-        result = run_step(rank, step, inputs, self._schedule, boundary=self._boundary, started=groups)
+        result = run_step(
+            rank, step, inputs, self._schedule, boundary=self._boundary, started=groups,
+            further=self._intake.further if self._refills else None,
+        )  # fmt: skip
         self._intake.leave(result.tasks.left)
+        waits = data_wait_s + result.tasks.refill_wait_s
         row = {
             **result.row,
-            "data_wait_s": data_wait_s,
-            "data_wait_share": data_wait_s / (data_wait_s + result.row["step_s"]),
+            "data_wait_s": waits,
+            "data_wait_share": waits / (data_wait_s + result.row["step_s"]),
             "skipped_samples": len(rank.loader.skipped),
             "reward_errors": rank.engines.scorer.num_errors,
         }
         self._remember(row)
         row["constant_reward_steps"] = self.progress.constant_steps
         log.info("step %d: reward %.4f, loss %.3g, %.2f s", step, row["reward_mean"], row["loss"], row["step_s"])
+        self._report_refills(row)
         self._write(step, row, result)
         if step % TRIM_EVERY_STEPS == 0:
             trim_heap()
 
     def _prompts(self, step: int) -> tuple[list[PromptInput], list[Started]]:
-        """This rank's prompts of a step, and where it oversamples, the groups in flight."""
+        """This rank's prompts of a step, and where they come from its line, the groups in flight."""
         rank = self.rank
-        if self._oversamples:
+        if self._takes_from_line:
             groups = self._intake.start()
             return [group.input for group in groups], groups
         return [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(step - 1)], []
@@ -216,6 +223,22 @@ class Run:
             log.warning(
                 "every reward was %.4g for %d steps in a row, up to step %d: nothing is learned from equal rewards",
                 mean, self.progress.constant_steps, step,
+            )  # fmt: skip
+
+    def _report_refills(self, row: dict[str, Any]) -> None:
+        """Say how the batch was filled, and where it could not be."""
+        algorithm = self.rank.profile.algorithm
+        if not self._refills:
+            return
+        log.info(
+            "step %d: %d groups sampled, %d of them in place of groups without a signal; %d kept",
+            row["step"], row["num_groups"], row["refilled_groups"], row["kept_groups"],
+        )  # fmt: skip
+        if row["kept_groups"] < algorithm.prompts_per_step:
+            log.warning(
+                "step %d trained on %d groups instead of %d: the others have equal rewards, as did the %d before each "
+                "of them (`algorithm.max_refills`)",
+                row["step"], row["kept_groups"], algorithm.prompts_per_step, algorithm.max_refills,
             )  # fmt: skip
 
     def _dump(self, step: int, result: StepResult) -> None:
@@ -271,7 +294,7 @@ class Run:
             return
         rank.control.go(rank.machine, Phase.CHECKPOINT)
         intake: list[dict[str, Any]] = []
-        if self._oversamples:
+        if self._takes_from_line:
             self._drop_partial()
             intake = rank.peers.meet(f"step {step}: in flight", self._intake.to_json(), rank.control.tick)
         saving.save(rank, step, {"progress": self.progress.to_json(), "intake": intake}, is_best=is_best)

@@ -37,6 +37,8 @@ class GroupRecord:
     lengths: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     finish: list[str] = field(default_factory=list)
+    round: int = 0
+    """Groups without a signal that held its place in the step before it."""
     idle: bool = False
     """Has no gradient: its advantages are all zero and the loss has no other term."""
     skipped: bool = False
@@ -107,6 +109,8 @@ class StepSums:
     num_nonzero_rewards: int = 0
     zero_variance: int = 0
     skipped: int = 0
+    refilled: int = 0
+    """Groups that took the place of another."""
     stale_tokens: int = 0
     weight: int = 0
     trained_tokens: int = 0
@@ -134,6 +138,7 @@ class StepSums:
         self.num_nonzero_rewards += sum(r != 0.0 for r in record.rewards)
         self.zero_variance += record.zero_variance
         self.skipped += record.skipped or record.idle
+        self.refilled += record.round > 0
         self.stale_tokens += sum(record.stale)
         for name in _FROM_RECORDS:
             setattr(self, name, getattr(self, name) + getattr(record, name))
@@ -155,6 +160,7 @@ class StepSums:
             "num_nonzero_rewards",
             "zero_variance",
             "skipped",
+            "refilled",
             "stale_tokens",
             *_FROM_RECORDS,
         ):
@@ -199,6 +205,8 @@ class StepSums:
             "importance_mean": self.importance_sum / trained,
             "skipped_groups": self.skipped,
             "num_groups": self.num_groups,
+            "refilled_groups": self.refilled,
+            "kept_groups": self.num_groups - self.skipped,
             "stale_token_share": self.stale_tokens / tokens,
             "zero_variance_share": self.zero_variance / max(1, self.num_groups),
             "reward_parts_earned": {name: count / responses for name, count in sorted(self.earned.items())},

@@ -49,6 +49,7 @@ def run_step(
     profile: Profile | None = None,
     boundary: Callable[[TaskKey, str], None] | None = None,
     started: Sequence[Started] = (),
+    further: Callable[[int], list[Started]] | None = None,
 ) -> StepResult:
     """Run one step from PUBLISH to PUBLISH.
 
@@ -57,7 +58,7 @@ def run_step(
         lengths: see `StepTasks`.
         profile: the rank's own if None; benchmarks vary what is reused.
         boundary: see `Executor`.
-        started: where the rollout oversamples, the groups in flight, one per input.
+        started, further: see `StepTasks`; `started` has one group per input.
 
     Raises:
         RollplexError: the first failure of any task, or that of a peer. The phase machine is then FAILED.
@@ -66,13 +67,13 @@ def run_step(
     tasks = StepTasks(
         profile, rank.engines, rank.store, rank.theta, rank.events, rank.memory.residency,
         team=rank.team, step=step, first_group=rank.first_group, inputs=dict(enumerate(inputs)), lengths=lengths,
-        started=started,
+        started=started, further=further,
     )  # fmt: skip
     in_reward = profile.algorithm.kl_in == "reward"
     graph = build_step_graph(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
         exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
-        trains=rank.team.place.trains,
+        trains=rank.team.place.trains, reserve=tasks.refills.reserve,
     )  # fmt: skip
     sharing, residency, apart = rank.sharing, rank.memory.residency, rank.team.topology.disaggregated
     executor = Executor(

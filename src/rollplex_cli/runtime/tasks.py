@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from dataclasses import asdict
@@ -17,7 +16,9 @@ from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
 from rollplex_cli.rl.advantages import advantages, kl_penalties, overlong_penalty
 from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
+from rollplex_cli.runtime.groups.decoding import Decoding
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
+from rollplex_cli.runtime.groups.refills import Refills
 from rollplex_cli.runtime.pool import DecodePool
 from rollplex_cli.runtime.records import GroupRecord
 from rollplex_cli.runtime.sharing.streams import record_fence
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.groups.intake import Started
     from rollplex_cli.runtime.team.team import Team
 
-BOARD_POLL_S = 0.001
-"""How often a replica that has nothing left to decode looks whether the others have."""
-
 
 class StepTasks:
     """Bodies of the tasks of one step on one rank.
@@ -52,7 +50,8 @@ class StepTasks:
             a prompt do not depend on how many ranks share the step.
         inputs: prompts by local group id.
         lengths: response lengths by local group id to replay with the end token ignored (benchmarks).
-        started: where the rollout oversamples, the groups in flight by local group id.
+        started: where the profile takes groups from the rank's line, those in flight by local group id.
+        further: takes more of them while the step decodes, for `algorithm.max_refills`.
     """
 
     def __init__(
@@ -70,6 +69,7 @@ class StepTasks:
         inputs: Mapping[int, PromptInput],
         lengths: Mapping[int, Sequence[int]] | None = None,
         started: Sequence[Started] = (),
+        further: Callable[[int], list[Started]] | None = None,
     ) -> None:
         self._profile, self._engines, self._store, self._theta, self._events = profile, engines, store, theta, events
         self._residency = residency
@@ -79,10 +79,14 @@ class StepTasks:
         """Decoded here and not yet exchanged."""
         self.check: Callable[[], None] = lambda: None
         """Raises if the step was stopped; for tasks that wait for other ranks."""
-        self._step, self._first_group, self._inputs, self._lengths = step, first_group, inputs, lengths
-        self._started = started
+        self._step, self._first_group, self._lengths = step, first_group, lengths
+        self.inputs, self.started = dict(inputs), list(started)
+        """Grow as groups are replaced."""
         self.left: list[Started] = []
         """Groups in flight that the step did not finish."""
+        self.refills = Refills(list(inputs), profile.algorithm.max_refills, further)
+        self.refill_wait_s = 0.0
+        """Seconds for which decode waited for further prompts."""
         self.learner = Learner(profile, list(inputs))
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
@@ -96,7 +100,7 @@ class StepTasks:
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts, of the groups that the step finished."""
-        return [(group, prompt) for group, prompt in self._inputs.items() if group in self.records]
+        return [(group, prompt) for group, prompt in self.inputs.items() if group in self.records]
 
     @property
     def takes_prefix(self) -> bool:
@@ -124,7 +128,9 @@ class StepTasks:
         """The rollout lane's job for a step: decode every group, then whatever the graph has for the lane."""
         try:
             with self._residency.explaining("decode"):
-                self._decode(executor)
+                Decoding(
+                    self, executor, self._engines.rollout, self._team, self._pool, self._profile.rollout, self._step
+                ).run(self._events.now())
         except BaseException as error:
             executor.fail(error)
             raise
@@ -135,89 +141,42 @@ class StepTasks:
         self._pool.wait_opened()
         executor.run(Lane.TRAINER)
 
-    def _decode(self, executor: Executor) -> None:
-        engine, board = self._engines.rollout, self._team.board
-        keys = {g: TaskKey(TaskKind.DECODE, g) for g in self._inputs}
-        self._pool.open()
-        engine.begin_step()
-        board.begin_step(self._step, len(keys))
-        executor.begin_decodes(keys.values())
-        started, clock = self._events.now(), 0
-        in_flight = {g: s.engine_id for g, s in enumerate(self._started) if s.engine_id is not None}
-        # Ids of groups that go on stay what they were; new ones must not meet them.
-        ids = {g: in_flight.get(g, (self._step << 20) + g if self._started else g) for g in self._inputs}
-        groups = {engine_id: g for g, engine_id in ids.items()}
-        waiting = set(self._inputs)
+    def replace(self, group: int) -> int | None:
+        """Take in the group that is started in place of one without a signal; returns its local id, or None where
+        none is. Called by the rollout lane.
 
-        def hear() -> bool:
-            moved = board.listen()
-            for group in board.release():
-                waiting.discard(group)
-                executor.complete_decode(keys[group])
-            return moved
+        Raises:
+            DataError: as `PromptLoader.take`.
+        """
+        began = time.monotonic()
+        found = self.refills.replace(group)
+        self.refill_wait_s += time.monotonic() - began
+        if found is None:
+            return None
+        new, started = found
+        self.inputs[new] = started.input
+        self.started.append(started)
+        self.records[new] = GroupRecord(
+            group=new, sample_id=started.input.prompt.sample.sample_id, round=self.refills.round_of(new)
+        )
+        self.learner.replace(group, new)
+        return new
 
-        self._team.launches.begin_decode(hear)
-        own = self._team.own_groups(self._inputs)
-        engine.submit([self._request(g, ids[g]) for g in own if g not in in_flight])
-        try:
-            while not board.complete and not self._enough(waiting):
-                results: list[GroupResult] = []
-                progress = engine.has_work()
-                if progress:
-                    clock += 1
-                    results = engine.step()
-                    for result in results:
-                        self._take(result, keys[groups[result.group]], started)
-                    if not engine.has_work():
-                        # Before the last group is handed over: what follows may need the pool's memory.
-                        self._pool.end()
-                completed = [(r.decode_step, groups[r.group]) for r in results]
-                board.advance(clock, completed, finished=not engine.has_work())
-                progress |= hear()
-                if progress:
-                    self.report_batch(engine.num_running)
-                    executor.touch()
-                else:
-                    executor.raise_if_stopped()
-                    time.sleep(BOARD_POLL_S)
-            if waiting:
-                self._leave(executor, {g: ids[g] for g in sorted(waiting)})
-            self._pool.end()
-        except BaseException:
-            # The engine outlives the step: whoever stopped it may still checkpoint or evaluate.
-            with contextlib.suppress(Exception):  # what stopped the step is the reason, not what cannot be saved
-                engine.abort()
-            self._pool.abandon()
-            raise
+    def leave(self, group: int, engine_id: int | None) -> None:
+        """A group goes on in the next step, in the engine's group of that id where its tokens are kept."""
+        del self.records[group]
+        self.started[group].engine_id = engine_id
+        self.left.append(self.started[group])
 
-    def _enough(self, waiting: set[int]) -> bool:
-        """Whether the step's share is complete and no group is left that was left too often."""
-        rollout = self._profile.rollout
-        if len(waiting) > rollout.extra_groups:
-            return False
-        return bool(self._started) and all(self._started[g].times < rollout.max_carries for g in waiting)
-
-    def _leave(self, executor: Executor, ids: Mapping[int, int]) -> None:
-        engine, keep = self._engines.rollout, self._profile.rollout.keep_partial
-        if keep:
-            engine.pause()
-        else:
-            engine.abort(list(ids.values()))
-        self._pool.end()
-        for group, engine_id in ids.items():
-            executor.leave_decode(TaskKey(TaskKind.DECODE, group))
-            del self.records[group]
-            self._started[group].engine_id = engine_id if keep else None
-            self.left.append(self._started[group])
-
-    def _request(self, group: int, engine_id: int) -> GroupRequest:
+    def request(self, group: int, engine_id: int) -> GroupRequest:
+        """What the engine is asked for."""
         rollout, seed = self._profile.rollout, self._profile.runtime.seed
         lengths = self._lengths[group] if self._lengths is not None else None
         return GroupRequest(
             group=engine_id,
-            input=self._inputs[group],
-            seeds=self._started[group].seeds
-            if self._started
+            input=self.inputs[group],
+            seeds=self.started[group].seeds
+            if self.started
             else tuple(
                 derive_seed(seed, "rollout", self._step, self._first_group + group, i)
                 for i in range(rollout.group_size)
@@ -233,7 +192,8 @@ class StepTasks:
             keep_prefix=self.takes_prefix,
         )
 
-    def _take(self, result: GroupResult, key: TaskKey, started: float) -> None:
+    def take(self, result: GroupResult, key: TaskKey, started: float) -> None:
+        """Responses that are final, of a decode that began at `started`."""
         if self._team.responses is None:
             self._hand_over(result, key)
         else:
@@ -268,7 +228,7 @@ class StepTasks:
     # ---- host lane ---------------------------------------------------------------------------------------
 
     def _reward(self, key: TaskKey) -> None:
-        record, sample = self.records[key.group], self._inputs[key.group].prompt.sample
+        record, sample = self.records[key.group], self.inputs[key.group].prompt.sample
         algorithm, limit = self._profile.algorithm, self._profile.rollout.max_new_tokens
         with self._store.lease("responses", key) as result:
             record.texts = [self._engines.builder.decode_response(r.token_ids) for r in result.responses]
@@ -286,6 +246,7 @@ class StepTasks:
             record.rewards.append(math.fsum(parts.values()))
             for name, value in parts.items():
                 record.parts.setdefault(name, []).append(value)
+        record.skipped = algorithm.skip_zero_variance and record.zero_variance
 
     def _advantage(self, key: TaskKey) -> None:
         algorithm, record = self._profile.algorithm, self.records[key.group]
@@ -297,7 +258,6 @@ class StepTasks:
             penalties = kl_penalties(kl, record.lengths, algorithm.kl_coef)
             rewards = [reward - penalty for reward, penalty in zip(rewards, penalties, strict=True)]
             record.kl_sum = float(kl.sum())
-        record.skipped = algorithm.skip_zero_variance and record.zero_variance
         values = advantages(rewards, algorithm.advantage, algorithm.advantage_epsilon, self.batch_std)
         record.idle = self.learner.may_leave_out and not record.skipped and not bool(values.any())
         self._store.put("advantages", values, key)
@@ -312,7 +272,7 @@ class StepTasks:
 
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
-        self._store.put("reference_boundary", self._engines.reference.prefix(self._inputs[key.group]), key)
+        self._store.put("reference_boundary", self._engines.reference.prefix(self.inputs[key.group]), key)
         return record_fence()
 
     def _ref_suffix(self, key: TaskKey) -> Fence | None:
@@ -326,7 +286,7 @@ class StepTasks:
         # Whether a group is idle may be known here and not yet on a rank whose collectives this one must meet.
         if self.records[key.group].idle and self._team.channel is None:
             return None
-        prompt, actor = self._inputs[key.group], self._engines.actor
+        prompt, actor = self.inputs[key.group], self._engines.actor
         boundary = None
         if self.takes_prefix and self.learner.update == 0:
             with self._store.lease("responses", key) as result:
@@ -394,7 +354,7 @@ class StepTasks:
         return record_fence()
 
     def _pack(self, group: int, result: GroupResult) -> PackedSuffix:
-        prompt = self._inputs[group]
+        prompt = self.inputs[group]
         return pack_suffix(
             prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, [r.token_ids for r in result.responses]
         )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+import os
 import threading
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -51,6 +55,10 @@ def media(tmp_path: Path) -> MediaFiles:
 @pytest.fixture(scope="module")
 def rows_task() -> Task:
     return load_task("rows")
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
 
 
 def content(sample: Sample) -> list[list[str]]:
@@ -106,11 +114,75 @@ def test_media_without_placeholders_come_first(media: MediaFiles) -> None:
         ({"question": "?", "answer": "x", "videos": [["a.jpg", "b.jpg"]]}, "list of frames"),
         ({"question": "?", "answer": "x", "image": "https://example.com/a.png"}, "not read: https://example.com/a.png"),
         ({"question": "?", "answer": "x", "video": "s3://bucket/a.mp4"}, "not read: s3://"),
+        ({"question": "?", "answer": "x", "image": "data:image/png;base64,?"}, "holds no base64"),
+        # What used to be trained on as if it were text, or without its medium.
+        ({"question": "?", "answer": ["x", "y"]}, r"`answer` is \"\['x', 'y'\]\""),
+        ({"question": "?", "answer": True}, "`answer` is 'True'"),
+        ({"question": "?", "answer": math.nan}, "no answer in it"),
+        ({"question": "?", "answer": Decimal("sNaN")}, "`answer` is 'sNaN'"),
+        ({"question": "?", "answer": math.inf}, "`answer` is 'inf'"),
+        ({"question": "?", "answer": " \n"}, "answer is empty"),
+        ({"question": "?", "answer": "1 + 1\n####"}, "answer is empty"),
+        ({"question": [["?"]], "answer": "x"}, "`question` is"),
+        ({"question": " ", "answer": "x"}, "question is empty"),
+        ({"question": "\ud800", "answer": "x"}, "lone surrogate"),
+        ({"question": "?", "answer": "\udfff"}, "lone surrogate"),
+        ({"question": "?", "answer": "x", "options": [["A", "a cat"]]}, "an option is neither"),
+        ({"question": "?", "answer": "x", "path": "a.mp4"}, "no `data_type` says which kind"),
+        (
+            {"question": "?", "answer": "x", "path": "a.mp4", "data_type": "audio"},
+            "none of video, image, text: 'audio'",
+        ),
+        ({"prompt": '[{"role": "user", "content": "?"}]', "answer": "x"}, "written as text"),
+        ({"question": "?", "reward_model": {"ground_truth": ["x"]}}, "neither a text nor a number"),
+        ({"prompt": user({"type": "image"}), "answer": "x"}, r"a place for a file \(image\)"),
+        ({"prompt": user({"type": "audio", "audio": "a.wav"}), "answer": "x"}, "neither text nor a medium"),
+        ({"prompt": user({"type": "image", "image": "a.png"}), "images": ["b.png"], "answer": "x"}, "some elsewhere"),
+        ({"prompt": user({"type": "image", "image": "a.png"}, {"type": "image"}), "answer": "x"}, "some elsewhere"),
     ],
 )
 def test_faults_name_the_row(row: dict[str, Any], message: str, media: MediaFiles) -> None:
     with pytest.raises(DataError, match=rf"row `x:9`: .*{message}"):
         to_sample(row, "x:9", media, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [(5.0, "5"), (-0.5, "-0.5"), (1e300, "1e+300"), (Decimal("1.50"), "1.50"), (10**400, "1" + "0" * 400),
+     ("\u0661\u0662", "\u0661\u0662"), ("#### A heading\nand text", "#### A heading\nand text"), ("a #### 7 ", "7")],
+)  # fmt: skip
+def test_answers_as_tables_hold_them(answer: Any, expected: str, media: MediaFiles) -> None:
+    assert to_sample({"question": "?", "answer": answer}, "x:1", media, PLAIN).answer == expected
+
+
+@pytest.mark.parametrize(
+    "options", [{"A": "a cat", "B": "a dog", "C": None}, "A. a cat\nB. a dog", ["A. a cat", "B. a dog"]]
+)
+def test_options_however_written(options: Any, media: MediaFiles) -> None:
+    sample = to_sample({"question": "?", "answer": "B", "options": options}, "x:1", media, PLAIN)
+    assert sample.question == "?\nOptions:\nA. a cat\nB. a dog"
+    assert sample.extra["options"] == ["A. a cat", "B. a dog"]
+
+
+def test_media_inside_messages(media: MediaFiles) -> None:
+    parts = [
+        {"type": "image", "image": "a.png", "text": None}, {"type": "text", "text": " or ", "image": None},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(b'pixels').decode()}"}},
+        {"type": "video", "path": "c.mp4"}, "?",
+    ]  # fmt: skip
+    sample = to_sample({"prompt": user(*parts), "answer": "x"}, "x:1", media, PLAIN)
+    kinds = [part if isinstance(part, str) else part.kind for part in sample.messages[0].content]
+    assert kinds == ["image", " or ", "image", "video", "?"]
+    assert [m.path.name for m in sample.media][::2] == ["a.png", "c.mp4"]
+    assert sample.media[1].path.read_bytes() == b"pixels"
+
+
+@pytest.mark.parametrize("nothing", [None, "", math.nan, {"bytes": None, "path": None}, [None], []])
+def test_cells_that_hold_no_medium(nothing: Any, media: MediaFiles) -> None:
+    row = {"question": "?", "answer": "x", "images": nothing, "video": nothing}
+    assert to_sample(row, "x:1", media, PLAIN).media == ()
+    typed = {"question": "?", "answer": "x", "path": "a.MP4", "data_type": "Video"}
+    assert to_sample(typed, "x:1", media, PLAIN).media[0].kind == "video"
 
 
 def test_bytes_become_files_once(media: MediaFiles, tmp_path: Path) -> None:
@@ -203,8 +275,32 @@ def test_files_that_are_no_rows(tmp_path: Path) -> None:
             list(read_rows(tmp_path / name))
     with pytest.raises(DataError, match="no such data set"):
         list(read_rows(tmp_path / "none"))
+    for folder, (name, content_) in {
+        "splits": ("dataset_dict.json", b'{"splits": null}'),
+        "utf16": ("dataset_dict.json", b"\xff\xfe"),
+        "names": ("state.json", b'{"_data_files": ["a.arrow"]}'),
+        "none": ("state.json", b'{"_data_files": null}'),
+        "nameless": ("state.json", b'{"_data_files": [{}]}'),
+        "gone": ("state.json", b'{"_data_files": [{"filename": "a.arrow"}]}'),
+        "folder": ("a.jsonl/x", b""),
+    }.items():
+        path = tmp_path / "saved" / folder / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content_)
+        with pytest.raises(DataError, match=r"damaged|cannot be read|rows are read from"):
+            list(read_rows(tmp_path / "saved" / folder))
     with pytest.raises(DataError, match="several kinds"):
         list(read_rows(tmp_path))
+
+
+def test_columns_that_python_cannot_hold(tmp_path: Path) -> None:
+    text = pa.Array.from_buffers(pa.string(), 1, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff")])
+    for values in (text, pa.array([2**62], pa.timestamp("us")), pa.array([1], pa.timestamp("ns"))):
+        pyarrow.parquet.write_table(pa.table({"a": values}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"cannot be read.*a\.parquet"):
+            list(read_rows(tmp_path / "a.parquet"))
+    pyarrow.parquet.write_table(pa.table({"a": pa.nulls(1), "b": pa.array([1])}), tmp_path / "a.parquet")
+    assert [row for _, row in read_rows(tmp_path / "a.parquet")] == [{"a": None, "b": 1}]
 
 
 def test_the_task_prepares_once(rows_task: Task, tmp_path: Path) -> None:
@@ -232,3 +328,11 @@ def test_the_task_prepares_once(rows_task: Task, tmp_path: Path) -> None:
 def test_options_of_the_task(rows_task: Task, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message):
         rows_task.prepare(tmp_path, options, 0)
+
+
+def test_paths_that_lead_nowhere(rows_task: Task, tmp_path: Path) -> None:
+    os.symlink(tmp_path / "b", tmp_path / "a")
+    os.symlink(tmp_path / "a", tmp_path / "b")
+    for path in (str(tmp_path / "a"), "~no-such-user/x", "a\0b", "a" * 5000):
+        with pytest.raises(UsageError, match="task `rows`: no path"):
+            rows_task.prepare(tmp_path / "data", {"path": path}, 0)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.plan.build import build_plan
-from rollplex_cli.plan.memory import ABLATIONS, PHASES, MemoryInputs, ablation_costs, compute_memory
+from rollplex_cli.plan.memory import ABLATIONS, PHASES, MemoryInputs, ablation_costs, activations, compute_memory
 from rollplex_cli.plan.memory.objects import CLASSES
+from rollplex_cli.plan.model import load_shape
 from rollplex_cli.profile.load import load_profile
 
 Make = Callable[..., MemoryInputs]
@@ -192,3 +193,20 @@ def test_groups_in_flight_beyond_the_share_count() -> None:
     plain = build_plan(load_profile("qwen25vl3b")).memory_inputs
     more = build_plan(load_profile("qwen25vl3b", ["rollout.extra_groups=4"])).memory_inputs
     assert more.groups == plain.groups + 4
+
+
+@pytest.mark.parametrize(
+    ("config", "kept", "backward", "forward"),
+    [
+        # Width 1280, MLP 1280 -> 5120 -> 1280 with quick GELU; bfloat16, 16 heads, two statistics of each norm.
+        ("qwen2vl7b", 2 * (8 * 1280 + 3 * 5120) + 4 * (4 + 16), 2 * (1280 + 3 * 5120), 2 * (3 * 1280 + 3 * 5120)),
+        # Width 1280, gated MLP of 3420, padded to 3424.
+        ("qwen25vl7b", 2 * (8 * 1280 + 4 * 3424) + 4 * (2 + 16), 2 * (1280 + 3 * 3424), 2 * (3 * 1280 + 4 * 3424)),
+        # Width 1152, MLP 1152 -> 4304 -> 1152 with GELU.
+        ("qwen3vl8b", 2 * (8 * 1152 + 2 * 4304) + 4 * (4 + 16), 2 * (1152 + 2 * 4304), 2 * (3 * 1152 + 2 * 4304)),
+    ],
+)
+def test_vision_blocks_by_family(inputs: Make, config: str, kept: int, backward: int, forward: int) -> None:
+    job = inputs("qwen25vl7b", shape=load_shape(config), train_tp=1)
+    block = activations.vision_block(job)
+    assert (block.kept, block.backward, block.forward) == (kept, backward, forward)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +71,9 @@ def test_numbers_of_any_library_become_floats(value: Any) -> None:
         ({}, "no parts"),
         ({"exact": 0.5, "length": float("nan")}, "part `length`"),
         (10**400, "not a number"),
+        (-1e10, r"beyond 1e\+09: -1e\+10"),
+        ({"exact": 1e308, "length": 1e308}, "part `exact`, returned a number beyond"),
+        (1j, "not a number"),
     ],
 )
 def test_what_is_no_number_is_refused(value: Any, message: str) -> None:
@@ -90,3 +94,5 @@ def test_an_exception_names_function_sample_and_itself() -> None:
         score(failing_reward, SAMPLE, "text", True)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.exit_code == 1
+    with pytest.raises(RewardError, match="raised SystemExit: 3"):
+        score(lambda *_: sys.exit(3), SAMPLE, "text", True)

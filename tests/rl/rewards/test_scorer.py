@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FILE = """
-import asyncio, os, time
+import asyncio, os, threading, time
 import neighbour
+
+class Mine:
+    pass
 
 def length(sample, text, finished):
     return len(text) * neighbour.SCALE + (sample.answer == text)
@@ -36,6 +39,10 @@ def misbehave(sample, text, finished):
         os._exit(3)
     if text == "raise":
         raise KeyError("mine")
+    if text == "lock":
+        return threading.Lock()
+    if text == "mine":
+        return Mine()
     return "text" if text == "text" else float("nan") if text == "nan" else 1.0
 
 def narrow(sample):
@@ -90,6 +97,8 @@ def test_faults_are_named_and_cost_one_call(file: Path) -> None:
             "raise": r"`.*mine.py:misbehave` of sample `row-7` raised KeyError: 'mine'",
             "text": "returned text, not a number",
             "nan": "not finite",
+            "lock": "raised TypeError: cannot pickle",
+            "mine": "raised its answer cannot be read",
             "die": "ended with code: 3",
         }.items():
             with pytest.raises(RewardError, match=message):
@@ -110,6 +119,17 @@ def test_failed_calls_can_count_zero(file: Path) -> None:
     finally:
         scorer.close()
     assert [r.total for r in results] == [0.0, 1.0]
+    assert scorer.num_errors == 1
+
+
+def test_a_built_in_type_that_runs_too_long_costs_the_response_only() -> None:
+    # A worker's first call imports what it needs, which takes longer than this.
+    scorer = Scorer(RewardProfile(parts={"math": 0.75, "format": 0.25}, num_workers=1, timeout_s=0.01), no_task)
+    try:
+        [result] = scorer.score(SAMPLE, ["<answer>9^{9^{9^9}}</answer>"], [True])
+    finally:
+        scorer.close()
+    assert result.parts == {"math": 0.0, "format": 0.25}
     assert scorer.num_errors == 1
 
 

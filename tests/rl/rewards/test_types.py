@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollplex_cli.rl.rewards.text import find_answer, option_letter, parse_number
+from rollplex_cli.rl.rewards.text import find_answer, option_letter, parse_number, tagged_answers
 from rollplex_cli.rl.rewards.types import TYPES
 
 
@@ -87,6 +87,13 @@ def test_two_equal_answers_are_one(kind: str) -> None:
         ("1 e 5 x", None),
         ("x=5", None),
         ("\x00", None),
+        ("\u0661\u0662\u0663", 123.0),
+        ("\uff11\uff12", 12.0),
+        ("\u00bd", None),
+        ("\u00b2", None),
+        ("0x10", None),
+        ("1_000", None),
+        ("9" * 60 + "/1", 1e60),
     ],
 )
 def test_parse_number(text: str, expected: float | None) -> None:
@@ -166,6 +173,10 @@ def test_options_without_letters_are_counted() -> None:
         ("many", "many", 1.0),
         ("5", "many", 0.0),
         ("5", "", 0.0),
+        ("1e308", "1e308", 1.0),
+        ("-1e308", "1e308", 0.0),
+        ("nan", "nan", 1.0),
+        ("nan", "5", 0.0),
     ],
 )
 def test_numerical(answer: str, truth: str, expected: float) -> None:
@@ -188,6 +199,8 @@ def test_numerical(answer: str, truth: str, expected: float) -> None:
         ("1,100", "1,000", 0.9),
         ("45 %", "0.5", 0.9),
         ("9/10", "1", 0.9),
+        ("-1e308", "1e308", 0.0),
+        ("1e308", "1e-300", 0.0),
     ],
 )
 def test_regression(answer: str, truth: str, expected: float) -> None:
@@ -299,3 +312,18 @@ def test_any_formula_gives_a_number(text: str) -> None:
 def test_find_answer_is_none_for_a_choice_between_two() -> None:
     assert find_answer("<answer>5</answer> or <answer>6</answer>") is None
     assert find_answer("<answer>\n5 </answer>") == "5"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<answer>a</answer><answer></answer>", ["a", ""]),
+        ("<answer><answer>a</answer></answer>", ["<answer>a"]),
+        ("</answer><answer>a", []),
+        ("<answer>" * 20_000, []),
+        ("<answer>a</answer>" + "<answer>" * 20_000, ["a"]),
+        ("<answer>" * 20_000 + "a</answer>", ["<answer>" * 19_999 + "a"]),
+    ],
+)
+def test_pairs_of_tags(text: str, expected: list[str]) -> None:
+    assert tagged_answers(text) == expected

@@ -40,6 +40,8 @@ def data(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
                  "reward_model": {"ground_truth": "no"}}  # fmt: skip
         text = {"question": f"{index} + 1 = <image>?", "answer": f"so\n#### {index + 1}"}
         rows.append((video, image, text)[index % 3])
+    # Held out, and nobody can look at it: evaluations go on without it.
+    rows.append({"question": "?", "answer": "x", "image": "gone.png"})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "mine.py").write_text(REWARD, encoding="utf-8")
     return folder
@@ -48,9 +50,9 @@ def data(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(run: RunFolder, prepared: RunFolder, data: Path, *more: str) -> list[str]:
     own = [s for s in small() if not s.startswith(("task.", "model.init", "evaluation."))]
     overrides = [
-        *own, "task.name=rows", f"task.options={{path: {data}/train.jsonl, num_heldout: 2}}", "model.init=checkpoint",
+        *own, "task.name=rows", f"task.options={{path: {data}/train.jsonl, num_heldout: 3}}", "model.init=checkpoint",
         f"model.config={prepared.base_dir}", f"reward.parts={{{data}/mine.py:noise: 1.0, format: 0.1}}",
-        "evaluation.num_samples=2", "evaluation.every_steps=1", "evaluation.temperature=1.0",
+        "evaluation.num_samples=3", "data.on_bad_media=skip", "evaluation.every_steps=1", "evaluation.temperature=1.0",
         "evaluation.num_responses=3", "evaluation.best_metric=reward", "logging.tensorboard=true",
         "runtime.checkpoint_every=1", "runtime.max_steps=4", *more,
     ]  # fmt: skip
@@ -87,6 +89,7 @@ def test_what_the_run_leaves(finished: RunFolder) -> None:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(set(row["reward_parts"]) == {"noise", "format"} for row in rows)
     assert all(0 <= row["data_wait_share"] < 1 and row["reward_errors"] == 0 for row in rows)
+    assert all(row["skipped_samples"] == 1 for row in rows)
     evaluations = [json.loads(line) for line in finished.evaluations.read_text().splitlines()]
     assert [e["step"] for e in evaluations] == [0, 1, 2, 3, 4]
     assert all(e["num_samples"] == 2 for e in evaluations)

@@ -32,5 +32,7 @@ def reward(sample: Sample, text: str, finished: bool) -> dict[str, float]:
         import time
 
         time.sleep(3600)
+    if mode == "some equal" and hashlib.blake2b(sample.sample_id.encode(), digest_size=1).digest()[0] % 2:
+        return {"noise": 0.25}
     digest = hashlib.blake2b(text.encode(), digest_size=2).digest()
     return {"noise": int.from_bytes(digest, "little") / 65535}

@@ -8,10 +8,11 @@ Recognised by their columns: Video-R1 (`problem`, `solution`, `path`, `data_type
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from rollplex_cli.core.errors import DataError
+from rollplex_cli.data.rows.cells import choices_of, is_nothing, text_of
 from rollplex_cli.data.types import MediaRef, Message, Sample
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ _MEDIA = {"video": ("video", "videos"), "image": ("image", "images")}
 _USED = {*QUESTIONS, *ANSWERS, *KINDS, "video", "videos", "image", "images", "path", "data_type", "reward_model"}
 _TAGGED = re.compile(r"\s*<answer>(.*)</answer>\s*", re.DOTALL)
 _PLACEHOLDER = re.compile(r"<(image|video)>")
+_MEDIA_PARTS: dict[str, Kind] = {"image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+"""Types of the parts of a chat message that are media."""
+_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov", ".gif", ".png", ".jpg", ".jpeg", ".webp", ".bmp")
 _ROLES = ("system", "user", "assistant")
 
 
@@ -48,12 +52,15 @@ def to_sample(row: Mapping[str, Any], sample_id: str, media: MediaFiles, options
         DataError: no question or answer in it, media it cannot mean, or placeholders that do not fit its media.
     """
     try:
-        references = _media(row, media)
+        choices = choices_of(row.get("options"))
         answer, kind = _answer(row), _kind(row)
         extra = {key: value for key, value in row.items() if key not in _USED and _is_plain(value)}
-        prompt = row.get("prompt")
-        turns = [_turn(message) for message in prompt] if isinstance(prompt, list) else [("user", _question(row))]
-        messages = _messages(turns, references, options)
+        if choices:
+            extra["options"] = choices
+        prompt, shown = row.get("prompt"), _Shown()
+        turns = [_turn(m, shown) for m in prompt] if isinstance(prompt, list) else [("user", _question(row, choices))]
+        messages = _messages(turns, _join(_media(row, media), shown, media), options)
+        _check_text(answer, messages)
     except DataError as error:
         raise DataError(f"row `{sample_id}`: {error.message}", hint=error.hint) from None
     placed = tuple(part for message in messages for part in message.content if isinstance(part, MediaRef))
@@ -69,64 +76,139 @@ def to_sample(row: Mapping[str, Any], sample_id: str, media: MediaFiles, options
     )
 
 
-def _question(row: Mapping[str, Any]) -> str:
+def _question(row: Mapping[str, Any], choices: Sequence[str]) -> str:
     text = _first_text(row, QUESTIONS, "question")
-    options = row.get("options")
-    if isinstance(options, list) and options and not all(str(option) in text for option in options):
-        text += "\nOptions:\n" + "\n".join(str(option) for option in options)
+    if text.lstrip().startswith("[{") and '"role"' in text:
+        raise DataError("its prompt is chat messages written as text: store them as a list")
+    if not all(choice in text for choice in choices):
+        text += "\nOptions:\n" + "\n".join(choices)
     return text
 
 
 def _answer(row: Mapping[str, Any]) -> str:
     model = row.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
-        answer = str(model["ground_truth"])
+        found = text_of(model["ground_truth"])
+        if found is None:
+            shown = str(model["ground_truth"])[:60]
+            raise DataError(f"its `reward_model.ground_truth` is neither a text nor a number: {shown!r}")
+        answer = found
     else:
         answer = _first_text(row, ANSWERS, "answer")
-    answer = answer.rpartition("####")[2] if "####" in answer else answer
-    tagged = _TAGGED.fullmatch(answer)
-    return (tagged.group(1) if tagged else answer).strip()
+    result = _result(answer)
+    tagged = _TAGGED.fullmatch(answer if result is None else result)
+    answer = (tagged.group(1) if tagged else answer if result is None else result).strip()
+    if not answer:
+        raise DataError("its answer is empty: no response could be right")
+    return answer
+
+
+def _result(answer: str) -> str | None:
+    """What follows `####` on the last line, as in GSM8K. Elsewhere it is a heading."""
+    _, mark, tail = answer.rstrip().rpartition("####")
+    return tail if mark and "\n" not in tail else None
 
 
 def _kind(row: Mapping[str, Any]) -> str:
-    if "####" in str(row.get("answer", "")):
+    if isinstance(row.get("answer"), str) and _result(row["answer"]) is not None:
         return "numerical"
     return next((str(row[key]) for key in KINDS if isinstance(row.get(key), str) and row[key]), "")
 
 
 def _first_text(row: Mapping[str, Any], names: Sequence[str], what: str) -> str:
     for name in names:
-        value = row.get(name)
-        if isinstance(value, str | int | float) and not isinstance(value, bool):
-            return str(value)
-    raise DataError(f"no {what} in it, expected one of the columns {', '.join(names)}: {', '.join(map(str, row))}")
+        if (text := text_of(row.get(name))) is not None:
+            return text
+    odd = [f"`{name}` is {str(row[name])[:40]!r}" for name in names if not is_nothing(row.get(name))]
+    found = "; ".join(odd) or ", ".join(map(str, row))
+    raise DataError(f"no {what} in it, expected text or a number in one of the columns {', '.join(names)}: {found}")
 
 
 def _media(row: Mapping[str, Any], files: MediaFiles) -> dict[Kind, list[MediaRef]]:
     found: dict[Kind, list[MediaRef]] = {"video": [], "image": []}
-    if row.get("path") and row.get("data_type") in ("video", "image"):
-        kind = cast("Kind", row["data_type"])
+    if (kind := _kind_of_path(row)) is not None:
         paths = row["path"] if isinstance(row["path"], list) else [row["path"]]
         found[kind] += [files.reference(path, kind) for path in paths]
     for kind in found:
         for column in _MEDIA[kind]:
             value = row.get(column)
-            values = value if isinstance(value, list) else [] if value in (None, "", b"") else [value]
-            found[kind] += [files.reference(item, kind) for item in values if item is not None]
+            values = value if isinstance(value, list) else [value]
+            found[kind] += [files.reference(item, kind) for item in values if not is_nothing(item)]
     return found
 
 
-def _turn(message: Any) -> tuple[str, str]:
+def _kind_of_path(row: Mapping[str, Any]) -> Kind | None:
+    """What the column `path` names; None where it names no medium.
+
+    Raises DataError where it may well: a row trained without its medium would go unnoticed.
+    """
+    path, kind = row.get("path"), row.get("data_type")
+    if is_nothing(path) or path == []:
+        return None
+    if is_nothing(kind):
+        first = path[0] if isinstance(path, list) else path
+        if str(first).lower().endswith(_SUFFIXES):
+            raise DataError(f"`path` names a medium, and no `data_type` says which kind: {str(first)[:60]!r}")
+        return None
+    name = str(kind).strip().lower()
+    if name not in ("video", "image", "text"):
+        raise DataError(f"`data_type` is none of video, image, text: {kind!r}")
+    return None if name == "text" else cast("Kind", name)
+
+
+@dataclass(slots=True)
+class _Shown:
+    """Media parts of a prompt's messages by kind, in their order: what each names, or None."""
+
+    video: list[Any] = field(default_factory=list)
+    image: list[Any] = field(default_factory=list)
+
+
+def _join(columns: dict[Kind, list[MediaRef]], shown: _Shown, files: MediaFiles) -> dict[Kind, list[MediaRef]]:
+    """Media of a row whether its columns name them or its messages do."""
+    kinds: tuple[Kind, ...] = ("video", "image")
+    for kind in kinds:
+        parts = getattr(shown, kind)
+        named = [part for part in parts if part is not None]
+        if named and (columns[kind] or len(named) < len(parts)):
+            raise DataError(f"some of its {kind} files are named in messages and some elsewhere")
+        if parts and not named and not columns[kind]:
+            raise DataError(f"a message has a place for a file ({kind}), and the row names none")
+        columns[kind] += [files.reference(value, kind) for value in named]
+    return columns
+
+
+def _part(part: Any, shown: _Shown) -> str:
+    """Text of a part of a message; a medium becomes a placeholder."""
+    if isinstance(part, str):
+        return part
+    kind = _MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, dict) else None
+    if kind is not None:
+        keys = (kind, f"{kind}_url", "path", "url", "bytes")
+        getattr(shown, kind).append(next((part[key] for key in keys if not is_nothing(part.get(key))), None))
+        return f"<{kind}>"
+    text = part.get("text") or "" if isinstance(part, dict) and part.get("type", "text") == "text" else None
+    if not isinstance(text, str):
+        raise DataError(f"a message holds something that is neither text nor a medium: {str(part)[:60]!r}")
+    return text
+
+
+def _check_text(answer: str, messages: Sequence[Message]) -> None:
+    for text in (answer, *(part for message in messages for part in message.content if isinstance(part, str))):
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise DataError(f"text with half a character (a lone surrogate): {text[:60]!r}")
+    if not any(isinstance(part, MediaRef) or part.strip() for part in messages[-1].content):
+        raise DataError("its question is empty")
+
+
+def _turn(message: Any, shown: _Shown) -> tuple[str, str]:
     """Role and text of one chat message; content given as parts has its media written as placeholders."""
     role = message.get("role") if isinstance(message, dict) else None
     content = message.get("content") if isinstance(message, dict) else None
     if role not in _ROLES:
         raise DataError(f"a message of the prompt has no role of {', '.join(_ROLES)}: {str(message)[:60]!r}")
     if isinstance(content, list):
-        parts = [p if isinstance(p, dict) else {"type": "text", "text": str(p)} for p in content]
-        content = "".join(
-            f"<{p['type']}>" if p.get("type") in ("image", "video") else str(p.get("text") or "") for p in parts
-        )
+        content = "".join(_part(part, shown) for part in content)
     if not isinstance(content, str):
         raise DataError(f"a message of the prompt has no text: {str(message)[:60]!r}")
     return role, content

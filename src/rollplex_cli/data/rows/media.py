@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import re
 import urllib.error
@@ -60,11 +62,23 @@ class MediaFiles:
         raise DataError(f"a medium names no file, its keys are: {', '.join(map(str, value))}")
 
     def _file(self, text: str) -> Path:
+        if text.startswith("data:"):
+            return self._inline(text)
         if text.startswith("file://"):
             return Path(text.removeprefix("file://"))
         if _URL.match(text):
             return self._download(text)
         return self._root / text
+
+    def _inline(self, address: str) -> Path:
+        head, _, body = address.partition(",")
+        try:
+            content = base64.b64decode(body, validate=True) if head.endswith(";base64") else b""
+        except binascii.Error:
+            content = b""
+        if not content:
+            raise DataError(f"a `data:` address holds no base64: {address[:60]!r}")
+        return self._write(content)
 
     def _write(self, content: bytes) -> Path:
         path = self._folder / hashlib.sha256(content).hexdigest()[:32]

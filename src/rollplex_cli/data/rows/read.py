@@ -39,7 +39,7 @@ def _files(folder: Path, split: str) -> list[Path]:
     if not folder.is_dir():
         raise DataError(f"no such data set: {folder}")
     if (folder / "dataset_dict.json").is_file():
-        splits = _json(folder / "dataset_dict.json").get("splits", [])
+        splits = _list_of(_json(folder / "dataset_dict.json").get("splits"), str, folder / "dataset_dict.json")
         if split not in splits:
             raise DataError(f"data set has no split `{split}`, only {', '.join(splits)}: {folder}")
         folder = folder / split
@@ -50,7 +50,8 @@ def _files(folder: Path, split: str) -> list[Path]:
                 f"data set was saved with an order apart from its rows: {folder}",
                 hint="call `flatten_indices()` before `save_to_disk`",
             )
-        return [folder / str(item["filename"]) for item in state.get("_data_files", [])]
+        listed = _list_of(state.get("_data_files"), dict, folder / "state.json")
+        return [folder / str(item.get("filename")) for item in listed]
     found = sorted(
         file for suffix in SUFFIXES for file in folder.glob(f"*{suffix}") if file.name != "dataset_info.json"
     )
@@ -83,8 +84,17 @@ def _parsed(text: str, where: str) -> Any:
         raise DataError(f"row is not valid JSON ({error}): {where}") from None
 
 
+def _list_of(value: Any, kind: type, path: Path) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(item, kind) for item in value):
+        raise DataError(f"saved data set is damaged: {path}")
+    return value
+
+
 def _json(path: Path) -> dict[str, Any]:
-    value = _parsed(path.read_text(encoding="utf-8"), str(path))
+    try:
+        value = _parsed(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"saved data set cannot be read ({error}): {path}") from None
     if not isinstance(value, dict):
         raise DataError(f"not a mapping: {path}")
     return value
@@ -105,5 +115,5 @@ def _columns(path: Path) -> Iterator[Any]:
         with pa.memory_map(str(path)) as source:
             for batch in pyarrow.ipc.open_stream(source):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:  # text and times that Python cannot hold
         raise DataError(f"rows cannot be read ({error}): {path}") from None

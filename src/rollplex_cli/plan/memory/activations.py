@@ -8,6 +8,7 @@ of a training group (h hidden, A query width, K key width, I gate width of the r
                        + 4 I        gate and up, silu(gate), their product
     gradients in flight    h + 3 I  of the layer's output; of the product, and of gate and up with one temporary
 
+Blocks of the vision tower are alike, with the MLP of their family (`VISION_MLPS`).
 They follow `engines/trainer/model`: whoever changes what a layer saves changes them here.
 """
 
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from rollplex_cli.plan.memory.inputs import FLOAT32_BYTES
 
 if TYPE_CHECKING:
+    from rollplex_cli.plan.families import VisionMlp
     from rollplex_cli.plan.memory.inputs import MemoryInputs
 
 
@@ -34,6 +36,32 @@ class Layer:
     """Gradients that exist at once in its backward."""
     forward: int
     """What a forward without autograd holds at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """An MLP's arrays of its inner width."""
+
+    kept: int
+    """By autograd."""
+    backward: int
+    """Gradients that exist at once."""
+    forward: int
+    """Without autograd."""
+    rollout: int
+    """In the rollout engine, which fuses silu with the product."""
+    statistics: int
+    """Float32 values that the norm before it keeps of a row."""
+
+
+VISION_MLPS: dict[VisionMlp, Mlp] = {
+    # As the decoder layers: gate and up, silu(gate), their product.
+    "gated": Mlp(kept=4, backward=3, forward=4, rollout=3, statistics=1),
+    # x, sigmoid(1.702 x), their product; LayerNorm keeps mean and deviation.
+    "quick_gelu": Mlp(kept=3, backward=3, forward=3, rollout=3, statistics=2),
+    # x and GELU(x).
+    "gelu": Mlp(kept=2, backward=2, forward=2, rollout=2, statistics=2),
+}
 
 
 def decoder_layer(inputs: MemoryInputs) -> Layer:
@@ -55,16 +83,16 @@ def decoder_layer(inputs: MemoryInputs) -> Layer:
 
 
 def vision_block(inputs: MemoryInputs) -> Layer:
-    """A block of the vision tower; a row is a patch. One without a gate holds less, and is counted as one with it."""
+    """A block of the vision tower; a row is a patch."""
     shape, tp, size = inputs.shape, inputs.train_tp, inputs.bytes_per_value
-    v, inner = shape.vision_hidden_size, -(-shape.vision_width // tp)
-    scalars = FLOAT32_BYTES * (2 + max(1, shape.vision_num_heads // tp))
+    v, inner, mlp = shape.vision_hidden_size, -(-shape.vision_width // tp), VISION_MLPS[shape.family.vision_mlp]
+    scalars = FLOAT32_BYTES * (2 * mlp.statistics + max(1, shape.vision_num_heads // tp))
     return Layer(
         entry=v * size,
         # As a decoder layer, with as many key heads as query heads.
-        kept=(4 * v + 4 * (v // tp) + 4 * inner) * size + scalars,
-        backward=(v + 3 * inner) * size,
-        forward=(3 * v + 4 * inner) * size,
+        kept=(4 * v + 4 * (v // tp) + mlp.kept * inner) * size + scalars,
+        backward=(v + mlp.backward * inner) * size,
+        forward=(3 * v + mlp.forward * inner) * size,
     )
 
 
@@ -200,7 +228,8 @@ def rollout_workspace(inputs: MemoryInputs) -> int:
     shape, tp, size = inputs.shape, inputs.rollout_tp, inputs.bytes_per_value
     gate, inner = -(-shape.intermediate_size // tp), -(-shape.vision_width // tp)
     prefill = inputs.chunked_prefill_tokens * (3 * shape.hidden_size + 3 * gate) * size
-    vision = patches(inputs) * (4 * shape.vision_hidden_size + 3 * inner) * size
+    in_mlp = VISION_MLPS[shape.family.vision_mlp].rollout * inner
+    vision = patches(inputs) * (4 * shape.vision_hidden_size + in_mlp) * size
     # Logits of every running request, divided by the temperature, and their probabilities, float32.
     sampler = 3 * FLOAT32_BYTES * inputs.max_running_requests * shape.vocab_size
     return max(prefill, vision, sampler)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rollplex_cli.core.errors import RewardError
+from rollplex_cli.rl.rewards.text import tagged_answers
 
 EXACT_WEIGHT = 0.9
 FORMAT_WEIGHT = 0.1
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MAX_REWARD = 1e9
+"""Larger ones would leave sums of squares and float32 advantages without digits, and infinite in the end."""
 
 RewardFunction = Callable[[Any, str, bool], "Mapping[str, float] | float"]
 """(sample, decoded response, ended by itself) to a number, or to named parts of which the reward is the sum."""
@@ -35,9 +35,9 @@ def exact_answer_parts(text: str, answer: str, finished: bool) -> dict[str, floa
     count as form errors. The answer is right when the first `<answer>...</answer>` holds `answer`, blanks and
     upper case aside.
     """
-    found = _ANSWER.search(text)
-    exact = found is not None and found.group(1).strip().lower() == answer.strip().lower()
-    whole = _ANSWER.fullmatch(text) is not None and text.count("<answer>") == 1
+    found = tagged_answers(text)
+    exact = bool(found) and found[0].strip().lower() == answer.strip().lower()
+    whole = bool(found) and text.startswith("<answer>") and text.endswith("</answer>") and text.count("<answer>") == 1
     return {"exact": EXACT_WEIGHT * exact, "format": FORMAT_WEIGHT * (whole and finished)}
 
 
@@ -56,7 +56,7 @@ def score(function: RewardFunction, sample: Any, text: str, finished: bool) -> R
     where = place(_name(function), sample)
     try:
         value = function(sample, text, finished)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RewardError(f"{where} raised {type(error).__name__}: {error}") from error
     return checked(value, where)
 
@@ -84,7 +84,7 @@ def _name(function: object) -> str:
 
 
 def _number(value: Any, where: str) -> float:
-    """A plain float. NumPy and PyTorch scalars count as numbers, text and truth values as misuse do not."""
+    """A plain float. NumPy and PyTorch scalars count as numbers, truth values as 0 and 1; text is misuse."""
     if isinstance(value, str | bytes):
         raise RewardError(f"{where} returned text, not a number: {value!r}")
     try:
@@ -93,4 +93,6 @@ def _number(value: Any, where: str) -> float:
         raise RewardError(f"{where} returned something that is not a number: {value!r}") from None
     if not math.isfinite(number):
         raise RewardError(f"{where} returned a number that is not finite: {number}")
+    if abs(number) > MAX_REWARD:
+        raise RewardError(f"{where} returned a number beyond {MAX_REWARD:g}: {number:g}")
     return number

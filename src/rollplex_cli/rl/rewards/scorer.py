@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import importlib.util
 import inspect
+import logging
 import math
 import sys
 import time
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
     from rollplex_cli.profile.schema import RewardProfile
     from rollplex_cli.rl.rewards.guard import RewardFunction
+
+
+log = logging.getLogger("rollplex.rewards")
 
 
 class Scorer:
@@ -47,7 +51,7 @@ class Scorer:
         self._profile, self._task_reward = profile, task_reward
         self._weights = dict(profile.parts or default_parts or {})
         self.num_errors = 0
-        """Calls that failed and counted 0 (`reward.on_error: zero`)."""
+        """Calls that failed and counted 0 (`reward.on_error: zero`, and built-in types that took too long)."""
         isolated = [name for name in self._weights if name in ISOLATED or name not in TYPES]
         for name in isolated:
             if name not in TYPES:
@@ -69,7 +73,8 @@ class Scorer:
 
         Raises:
             RewardError: a function raised, ran too long, ended its process or returned no number; never with
-                `reward.on_error: zero`, under which such a call counts 0.
+                `reward.on_error: zero`, under which such a call counts 0. A built-in type that runs too long counts 0
+                in any case: that is the response's doing, and it cannot be known what it is worth.
         """
         if not self._weights:
             return [self._one("", sample, t, f) for t, f in zip(texts, finished, strict=True)]
@@ -109,13 +114,18 @@ class Scorer:
             value = self._pool.call((name, sample, text, finished), self._profile.timeout_s)
         except WorkerCallError as error:
             raise RewardError(f"{where} raised {error}") from None
-        except WorkerTimeoutError:
+        except (WorkerTimeoutError, WorkerDiedError) as error:
+            if name in TYPES:
+                self.num_errors += 1
+                log.warning("%s counts 0: %s", where, error)
+                return RewardResult(total=0.0, parts={"reward": 0.0})
+            if isinstance(error, WorkerDiedError):
+                seconds = time.monotonic() - started
+                raise RewardError(f"{where} did not return after {seconds:.0f} s: {error}") from None
             raise RewardError(
                 f"{where} did not return within `reward.timeout_s`: {self._profile.timeout_s:g} s",
                 hint="its process was killed; raise `reward.timeout_s`, or set `reward.on_error: zero`",
             ) from None
-        except WorkerDiedError as error:
-            raise RewardError(f"{where} did not return after {time.monotonic() - started:.0f} s: {error}") from None
         return checked(value, where)
 
     def _sum(self, row: Sequence[RewardResult]) -> RewardResult:

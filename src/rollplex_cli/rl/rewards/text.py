@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _WORD = re.compile(r"\w+")
 _OPTION = re.compile(r"\(?([A-Za-z])\)?(?:[.:)].*)?", re.DOTALL)
 _NUMBER = re.compile(
@@ -33,12 +33,24 @@ class Number:
     """Digits behind the point, 0 for fractions and whole numbers."""
 
 
+def tagged_answers(text: str) -> list[str]:
+    """What stands in each pair of tags, as written. Takes linear time: a response may be tags that never close."""
+    found, end = [], 0
+    while (start := text.find(_OPEN, end)) >= 0:
+        start += len(_OPEN)
+        if (stop := text.find(_CLOSE, start)) < 0:
+            break
+        found.append(text[start:stop])
+        end = stop + len(_CLOSE)
+    return found
+
+
 def find_answer(text: str) -> str | None:
     """What stands between `<answer>` and `</answer>`, stripped; None without a pair of tags.
 
     Several pairs count only if they say the same: a response that names two answers has not decided.
     """
-    found = {match.strip() for match in _ANSWER.findall(text)}
+    found = {answer.strip() for answer in tagged_answers(text)}
     return found.pop() if len(found) == 1 else None
 
 

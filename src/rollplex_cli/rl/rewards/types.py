@@ -119,13 +119,13 @@ def answer_format(row: Row, text: str, finished: bool) -> float:
     """1 where the response is one `<answer>...</answer>`, a `<think>...</think>` before it allowed, and ended by
     itself."""
     del row
-    return float(finished and _FORMAT.fullmatch(text) is not None and _tags_once(text))
+    return float(finished and _tags_once(text) and _FORMAT.fullmatch(text) is not None)
 
 
 def think_format(row: Row, text: str, finished: bool) -> float:
     """1 where the response is `<think>...</think><answer>...</answer>` and ended by itself."""
     del row
-    return float(finished and _THINK_FORMAT.fullmatch(text) is not None and _tags_once(text))
+    return float(finished and _tags_once(text) and _THINK_FORMAT.fullmatch(text) is not None)
 
 
 def math_equal(row: Row, text: str, finished: bool) -> float:

@@ -131,7 +131,7 @@ def open_rank(run: RunFolder, control: Control, machine: PhaseMachine) -> Iterat
             scorer=scorer, publisher=publisher,
         ),
         team=team, plan=trainer.plans[0],
-        loader=loader, prompts=cache, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
+        loader=loader, media_tokens=media_tokens_of(run.base_dir), first_group=order.first_slot,
         sharing=build_sharing(profile), memory=memory,
     )  # fmt: skip
     control.doing("")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollplex_cli.core.events import EventWriter
     from rollplex_cli.core.names import TaskKind
     from rollplex_cli.core.paths import RunFolder
-    from rollplex_cli.data.loader import PromptCache, PromptLoader
+    from rollplex_cli.data.loader import PromptLoader
     from rollplex_cli.data.processor import PromptBuilder
     from rollplex_cli.data.tasks import Task
     from rollplex_cli.engines.inputs import MediaTokens
@@ -74,7 +74,6 @@ class Rank:
     host_lane: LaneThread
     engines: Engines
     loader: PromptLoader
-    prompts: PromptCache
     media_tokens: MediaTokens
     team: Team
     plan: ShardPlan

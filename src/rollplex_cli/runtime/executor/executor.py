@@ -216,6 +216,31 @@ class Executor:
                 self._start(key)
             self._progress()
 
+    def admit(self, key: TaskKey) -> None:
+        """A group held in reserve becomes part of the step: its decode runs from now on."""
+        with self._changed:
+            self.graph.reserve.discard(key.group)
+        self.begin_decodes([key])
+
+    def end_reserve(self) -> None:
+        """Nothing more is started: what is left in reserve is cancelled. `wait` for decodes cannot return before."""
+        with self._changed:
+            left = sorted(self.graph.reserve)
+            self.graph.reserve.clear()
+            for group in left:
+                self._cancel_group(group)
+
+    def await_task(self, key: TaskKey) -> None:
+        """Block the calling lane until a task of another lane is done or cancelled.
+
+        Raises:
+            StoppedError: the step was stopped.
+        """
+        with self._changed:
+            while not self.graph.is_terminal(key):
+                self._raise_if_stopped()
+                self._changed.wait()
+
     def complete_decode(self, key: TaskKey) -> None:
         """The responses of a group are final. Must be called in logical order."""
         self._boundary(key, "after")

@@ -70,6 +70,8 @@ class TaskGraph:
     tasks: dict[TaskKey, Task] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     """Groups in the logical order of their completion, so far."""
+    reserve: set[int] = field(default_factory=set)
+    """Groups that may yet be started in place of others; until then none of their tasks is ready."""
     follows_leader: bool = False
     """Whether the leader of the training group gives the turns, so that the order known here does not bind."""
     _trained: int = 0
@@ -102,7 +104,7 @@ class TaskGraph:
     def is_ready(self, key: TaskKey) -> bool:
         """Waiting, all needs done (a cancelled need counts), and, for a task that adds gradients, its turn."""
         task = self.tasks[key]
-        if task.state is not TaskState.WAITING:
+        if task.state is not TaskState.WAITING or key.group in self.reserve:
             return False
         if key.kind is TaskKind.ACTOR_SUFFIX and not self._has_turn(key.group):
             return False
@@ -172,6 +174,8 @@ class TaskGraph:
         needs = [str(n) for n in sorted(self.tasks[key].needs) if not self.is_terminal(n)]
         if key.kind is TaskKind.ACTOR_SUFFIX and not self._has_turn(key.group):
             needs.append("its turn in the logical order")
+        if key.group in self.reserve:
+            needs.append("a group that it replaces")
         return needs
 
 
@@ -195,6 +199,7 @@ def build_step_graph(
     kl_in_reward: bool = False,
     prefix_from_rollout: bool = False,
     trains: bool = True,
+    reserve: Iterable[int] = (),
 ) -> TaskGraph:
     """The graph of section 1 of the design for one step.
 
@@ -205,10 +210,11 @@ def build_step_graph(
         kl_in_reward: whether advantages need the reference's log-probs, and suffixes do not.
         prefix_from_rollout: whether the actor takes its boundary from the rollout, which has it when it decoded.
         trains: whether this rank trains; one that does not decodes, hands the responses on and takes the weights.
+        reserve: ids of further groups that may be started in place of others (`TaskGraph.reserve`).
     """
-    graph = TaskGraph()
+    graph = TaskGraph(reserve=set(reserve))
     last: list[TaskKey] = []
-    for g in groups:
+    for g in (*groups, *sorted(graph.reserve)):
         decode, prefix = TaskKey(TaskKind.DECODE, g), TaskKey(TaskKind.ACTOR_PREFIX, g)
         graph.add(decode)
         final = decode

@@ -1,5 +1,6 @@
 """Which prompt groups a step starts: new ones, and those that the step before left unfinished.
 
+With `algorithm.max_refills` a step may ask for further ones meanwhile (`refills.py`).
 With `rollout.extra_groups` a rank always has more groups in flight than it trains; a step ends when its share is
 complete, in the logical order of decode steps. What is left goes on in the next step: from the tokens it has
 (`rollout.keep_partial`), or anew under the newer weights. A group that was left `rollout.max_carries` times is waited
@@ -57,10 +58,14 @@ class Intake:
         left = self._left + [self._new(number, times) for number, times in self._numbers]
         self._numbers, self._left = [], []
         count = wanted - len(left)
+        return left + self.further(count)
+
+    def further(self, count: int) -> list[Started]:
+        """The next `count` groups of the line. Raises DataError as the loader does."""
         prompts = self._loader.take(self._taken, count)
         numbers = range(self._taken, self._taken + count)
         self._taken += count
-        return left + [self._started(n, p) for n, p in zip(numbers, prompts, strict=True)]
+        return [self._started(n, p) for n, p in zip(numbers, prompts, strict=True)]
 
     def leave(self, groups: Sequence[Started]) -> None:
         """What the step did not finish."""
@@ -87,8 +92,8 @@ class Intake:
         """
         if len(states) != num_ranks:
             raise UsageError(
-                f"a run with `rollout.extra_groups` goes on with as many ranks as before ({len(states)}), "
-                f"not: {num_ranks}"
+                f"a run with `rollout.extra_groups` or `algorithm.max_refills` goes on with as many ranks as before "
+                f"({len(states)}), not: {num_ranks}"
             )
         self._taken = int(states[rank]["taken"])
         self._numbers = [(int(number), int(times)) for number, times in states[rank]["left"]]

@@ -53,7 +53,8 @@ class Learner:
         self._settings = LossSettings.from_profile(algorithm, profile.rollout.max_new_tokens)
         self._old_from_rollout = algorithm.old_logprobs == "rollout"
         self._mask_stale = profile.rollout.stale_tokens == "mask"
-        self._groups, self._num_minibatches = sorted(groups), algorithm.num_minibatches
+        self._places = {group: place for place, group in enumerate(sorted(groups))}
+        self._num_places, self._num_minibatches = max(1, len(self._places)), algorithm.num_minibatches
         self.num_updates = algorithm.num_minibatches * algorithm.num_epochs
         other_terms = algorithm.kl_coef and algorithm.kl_in == "loss", algorithm.entropy_coef
         self._may_leave_out = profile.reuse.skip_zero_advantage and self.num_updates == 1 and not any(other_terms)
@@ -68,11 +69,15 @@ class Learner:
     def begin(self, update: int) -> list[int]:
         """Go to an update after the first; returns the groups it trains, by id. Skipped groups are not among them."""
         self.update, self.weight, self._trained = update, 0, set()
-        return [group for group in self._groups if group in self.batches and self.trains(group)]
+        return [group for group in sorted(self._places) if group in self.batches and self.trains(group)]
+
+    def replace(self, group: int, by: int) -> None:
+        """A group that carries no signal gives its place among the updates to another."""
+        self._places[by] = self._places[group]
 
     def trains(self, group: int) -> bool:
         """Whether the current update trains a group."""
-        share = self._groups.index(group) * self._num_minibatches // len(self._groups)
+        share = self._places[group] * self._num_minibatches // self._num_places
         return share == self.update % self._num_minibatches
 
     def suffix(

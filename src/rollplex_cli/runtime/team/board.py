@@ -33,6 +33,10 @@ class MergedOrder:
         """Whether every group of the step was released."""
         return self._left == 0
 
+    def add(self, groups: int) -> None:
+        """Expect so many groups more."""
+        self._left += groups
+
     def report(self, replica: int, clock: int, done: Iterable[Sequence[int]]) -> bool:
         """Take in what a replica says: its clock, and (decode step, group) of all it has completed so far.
         Returns whether its clock moved."""
@@ -78,6 +82,10 @@ class DecodeBoard:
     def complete(self) -> bool:
         """Whether every group of the step was released."""
         return self._order.complete
+
+    def add_group(self) -> None:
+        """One group more than the step began with."""
+        self._order.add(1)
 
     def advance(self, clock: int, completed: Iterable[tuple[int, int]], *, finished: bool) -> None:
         """This replica has taken `clock` decode steps; `completed` are new (decode step, group)."""
