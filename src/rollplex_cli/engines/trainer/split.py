@@ -317,6 +317,10 @@ class SplitModel:
         def run(_: Carry) -> Yield:
             media = given if given is not None else self.encode(prompt)
             assert media is not None
+            if media.rows.is_cuda and given is not None:
+                # Another stream's memory perhaps, and tasks of one prompt run on several.
+                for tensor in (media.rows, *media.deepstack):
+                    tensor.record_stream(torch.cuda.current_stream())
             return (media.rows, *media.deepstack), None
 
         return run

@@ -134,7 +134,8 @@ class StepVision:
 
 
 def _joined(output: VisionOutput) -> torch.Tensor:
-    """The pieces as one tensor, in this thread's stream, which waits for them already."""
+    """The pieces as one tensor, in this thread's stream, which waits for them already. They are the rollout's memory:
+    every stream that reads them says so (`SplitModel` does for what comes of it)."""
     for piece in output.pieces:
         if piece.is_cuda:
             piece.record_stream(torch.cuda.current_stream())
