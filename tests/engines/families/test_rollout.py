@@ -110,3 +110,18 @@ def check_offered(split: SplitModel, prompt: Any, offered: list[Any], seen: list
     taken, whole = split.prefix(prompt, "none", theirs), split.prefix(prompt, "none")
     for mine, other in zip(taken.boundary, whole.boundary, strict=True):
         torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
+    from_theirs, from_own = (patch_gradient(split, prompt, media) for media in (theirs, None))
+    torch.testing.assert_close(from_theirs, from_own, atol=1e-4 * float(from_own.abs().max()), rtol=1e-3)
+    assert from_own.abs().max() > 0
+
+
+def patch_gradient(split: SplitModel, prompt: Any, media: Encoded | None) -> torch.Tensor:
+    """Of the tower's first weight, which every other layer lies in front of, after a trained prefix from `media`."""
+    packed = pack_suffix(prompt.prompt.token_ids[-1], prompt.num_tokens, prompt.rope_delta, [[3, 4, 5], [6, 7]])
+    state = split.prefix(prompt, "recompute", media)
+    split.suffix(state, packed).sum().backward()
+    split.prefix_backward(state)
+    patch = split.weights.vision.patch
+    assert patch.grad is not None
+    found, patch.grad = patch.grad.clone(), None
+    return found

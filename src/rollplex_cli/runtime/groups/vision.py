@@ -99,6 +99,7 @@ class StepVision:
 
     def leave(self, executor: Executor, group: int) -> None:
         """The step ends without this group."""
+        self._taken.pop(group, None)
         if group in self._open:
             self._open.discard(group)
             executor.leave_decode(TaskKey(TaskKind.PREFILL, group))
