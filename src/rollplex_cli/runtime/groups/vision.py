@@ -130,7 +130,11 @@ class StepVision:
             columns = own.to(weights.dtype).contiguous()
         else:
             columns = torch.empty(shape, dtype=weights.dtype, device=weights.device)
-        dist.broadcast(columns, src=source, group=self._team.groups.train)
+        shard = self._engines.actor.shard
+        assert shard is not None  # there are several replicas
+        parallel = shard.parallel
+        with parallel.log.launch("broadcast", parallel.name, columns.nbytes):
+            dist.broadcast(columns, src=source, group=parallel.group)
         return columns
 
 
