@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from rollplex_cli.cli import options
+from rollplex_cli.cli.bench import _halved
 
 
 def test_relative_paths_do_not_bind_a_run_to_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +26,11 @@ def test_names_of_what_is_shipped_stay_names(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "shapes" / "task.py").touch()
     profile, _, _ = options.load("tiny", [])
     assert (profile.task.name, profile.model.config) == ("shapes", "tiny")
+
+
+def test_the_baseline_of_separate_ranks_shares_no_vision_features() -> None:
+    """Which that schedule refuses: the tower that has run is on another rank."""
+    overrides = ["reuse.vision=true", "model.freeze_vision=true"]
+    profile, _, _ = options.load("tiny-2rank", overrides)
+    apart, _, _ = options.load("tiny-2rank", [*overrides, *_halved(profile)])
+    assert apart.disaggregated and profile.reuse.vision and not apart.reuse.vision

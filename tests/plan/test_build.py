@@ -57,6 +57,22 @@ def test_without_kl_there_is_no_reference() -> None:
     assert plan.memory.host_bytes < plan_of("qwen25vl7b").memory.host_bytes
 
 
+def test_a_tower_that_runs_once_is_a_task_of_its_own() -> None:
+    def counts(name: str, *overrides: str) -> tuple[int, int]:
+        tasks = plan_of(name, *overrides).tasks.per_rank
+        return tasks["encode"], tasks["prefill"]
+
+    groups = plan_of("lora").tasks.groups_per_training_group
+    assert counts("qwen25vl7b") == (0, 0)
+    assert counts("lora") == counts("lora", "reuse.rollout_prefix=true") == (groups, 0)
+    assert counts("lora", "reuse.vision=true") == (groups, plan_of("lora").tasks.groups_per_replica)
+    assert counts("lora", "reuse.frozen_vision=false") == (0, 0)
+    trained = ("reuse.vision=true", "schedule.prefix_activations=recompute")
+    assert counts("qwen25vl7b", *trained)[0] > 0
+    # The actor's forward does not run the tower then, and its backward runs its own.
+    assert counts("qwen25vl7b", *trained, "reuse.rollout_prefix=true") == (0, 0)
+
+
 def test_adapters_leave_no_second_copy_and_little_to_update() -> None:
     """Rank 32 of the 7B shape, hand-worked: hidden 3584, KV width 512, MLP 18944, 28 layers."""
     plan = plan_of("lora")

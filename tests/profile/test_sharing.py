@@ -39,3 +39,8 @@ def test_a_profile_tells_key_and_reason() -> None:
         load_profile("tiny", ["schedule.policy=mps"])
     with pytest.raises(UsageError, match="the rollout leaves keys and values, no activations"):
         load_profile("tiny", ["reuse.rollout_prefix=true"])
+    with pytest.raises(UsageError, match="leaves the tower's output, no activations"):
+        load_profile("tiny", ["reuse.vision=true"])
+    assert load_profile("tiny", ["reuse.vision=true", "model.freeze_vision=true"]).reuse.vision
+    with pytest.raises(UsageError, match=r"reuse\.vision: got `true`, expected `false` with `schedule.name: disagg`"):
+        load_profile("tiny-2rank", ["reuse.vision=true", "model.freeze_vision=true", "schedule.name=disagg"])

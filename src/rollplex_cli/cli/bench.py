@@ -48,11 +48,12 @@ class WorkloadName(StrEnum):
 
 
 class Ablation(StrEnum):
-    """What `--ablate` leaves out of the overlap."""
+    """What `--ablate` leaves out of the overlap, or of what is reused."""
 
     reference_overlap = "reference-overlap"
     actor_overlap = "actor-overlap"
     early_groups = "early-groups"
+    vision_reuse = "vision-reuse"
 
 
 def bench(
@@ -138,7 +139,8 @@ def _halved(job: Profile) -> list[str]:
     train_tp = math.gcd(job.topology.train_tp, half)
     rollout_tp = math.gcd(job.topology.rollout_tp, train_tp)
     degrees = (f"topology.train_tp={train_tp}", f"topology.rollout_tp={rollout_tp}")
-    return ["schedule.name=disagg", "schedule.policy=serial", *degrees]
+    # As a baseline it reuses nothing, and a profile with this switch would be refused.
+    return ["schedule.name=disagg", "schedule.policy=serial", "reuse.vision=false", *degrees]
 
 
 def _measure_apart(

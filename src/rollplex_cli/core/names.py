@@ -7,9 +7,12 @@ from typing import NamedTuple
 
 
 class TaskKind(StrEnum):
-    """What a task does. All but UPDATE and PUBLISH exist once per prompt group."""
+    """What a task does. All but UPDATE and PUBLISH exist once per prompt group; PREFILL and ENCODE only where roles
+    share what the vision tower puts out."""
 
     DECODE = "decode"
+    PREFILL = "prefill"
+    ENCODE = "encode"
     EXCHANGE = "exchange"
     REWARD = "reward"
     ADVANTAGE = "advantage"

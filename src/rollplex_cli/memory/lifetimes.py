@@ -58,7 +58,7 @@ def _row(
 
 
 _K, _C = TaskKind, ObjectClass
-_READERS = {_K.DECODE, _K.ACTOR_PREFIX, _K.ACTOR_SUFFIX, _K.ACTOR_PREFIX_BACKWARD}
+_READERS = {_K.DECODE, _K.PREFILL, _K.ENCODE, _K.ACTOR_PREFIX, _K.ACTOR_SUFFIX, _K.ACTOR_PREFIX_BACKWARD}
 
 LIFETIMES: dict[str, Lifetime] = {
     row.name: row
@@ -84,6 +84,16 @@ LIFETIMES: dict[str, Lifetime] = {
             _K.ACTOR_SUFFIX,
             per_group=True,
             relay=_K.EXCHANGE,
+        ),
+        # A prefix backward that recomputes a prefix above a frozen tower starts from them.
+        _row(
+            "vision_features",
+            _C.BOUNDARY,
+            "trainer",
+            _K.ENCODE,
+            {_K.REF_PREFIX, _K.ACTOR_PREFIX, _K.ACTOR_PREFIX_BACKWARD},
+            _K.ACTOR_PREFIX_BACKWARD,
+            per_group=True,
         ),
         _row(
             "reference_boundary",

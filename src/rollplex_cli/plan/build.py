@@ -15,6 +15,7 @@ from rollplex_cli.plan.memory.objects import CLASSES, Moment
 from rollplex_cli.plan.model import ModelShape, load_shape
 from rollplex_cli.plan.tasks import TaskCounts, count_tasks
 from rollplex_cli.plan.topology import Topology, build_topology, head_faults, require_replicas_on_one_node
+from rollplex_cli.plan.vision import vision_source
 
 if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
@@ -86,6 +87,7 @@ def build_plan(profile: Profile) -> Plan:
         max_prompt_tokens=profile.data.max_prompt_tokens,
         max_new_tokens=profile.rollout.max_new_tokens,
         has_reference=profile.algorithm.kl_coef > 0,
+        vision=vision_source(profile),
     )
     inputs = _memory_inputs(profile, shape, topology, tasks)
     inputs, memory = _of_largest_role(inputs) if topology.disaggregated else (inputs, compute_memory(inputs))
@@ -200,7 +202,9 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         early_groups=overlap and schedule.early_groups and profile.algorithm.advantage != "batch_std",
         prefix_activations=schedule.prefix_activations,
         suffix_kept_layers=schedule.suffix_kept_layers,
-        freeze_vision=profile.model.freeze_vision or lora is not None,
+        freeze_vision=profile.frozen_vision,
+        vision_of_rollout=vision_source(profile) == "rollout",
+        share_frozen_vision=profile.reuse.frozen_vision,
         chunk_elements=profile.optimizer.chunk_elements,
         master=profile.optimizer.master,
         prompt_cache_bytes=round(profile.data.cache_gib * GIB),

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rollplex_cli.core.names import TaskKind
+
+if TYPE_CHECKING:
+    from rollplex_cli.plan.vision import VisionSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +40,7 @@ def count_tasks(
     max_prompt_tokens: int,
     max_new_tokens: int,
     has_reference: bool,
+    vision: VisionSource = "each",
 ) -> TaskCounts:
     """Count from the profile's numbers; `prompts_per_step` is a multiple of `data_parallel`."""
     groups = prompts_per_step // data_parallel
@@ -44,6 +49,9 @@ def count_tasks(
     per_rank = dict.fromkeys(TaskKind, groups)
     per_rank[TaskKind.DECODE] = decoded
     per_rank[TaskKind.REF_PREFIX] = per_rank[TaskKind.REF_SUFFIX] = reference
+    # Text alone has none of these two.
+    per_rank[TaskKind.ENCODE] = 0 if vision == "each" else groups
+    per_rank[TaskKind.PREFILL] = decoded if vision == "rollout" else 0
     per_rank[TaskKind.UPDATE] = per_rank[TaskKind.PUBLISH] = 1
     responses = prompts_per_step * group_size
     return TaskCounts(

@@ -224,6 +224,7 @@ def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
             "the rollout leaves keys and values, no activations"
         )
         yield "schedule.prefix_activations", text
+    yield from _vision(profile)
     for index, beta in enumerate(profile.optimizer.betas):
         if beta >= 1:
             yield f"optimizer.betas.{index}", f"got {beta}, expected a number below 1"
@@ -234,6 +235,24 @@ def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
             "the cold start would end untested"
         )
         yield "cold_start.test_from_step", text
+
+
+def _vision(profile: Profile) -> Iterator[tuple[str, str]]:
+    if not profile.reuse.vision:
+        return
+    if profile.disaggregated:
+        text = (
+            "got `true`, expected `false` with `schedule.name: disagg`: the tower that has run is on a rank that does "
+            "not train"
+        )
+        yield "reuse.vision", text
+    kept = profile.schedule.prefix_activations
+    if not profile.frozen_vision and kept != "recompute" and not profile.reuse.rollout_prefix:
+        text = (
+            f"got `{kept}`, expected `recompute` with `reuse.vision` and a vision tower that is trained: the rollout "
+            "leaves the tower's output, no activations (`model.freeze_vision: true` needs none)"
+        )
+        yield "schedule.prefix_activations", text
 
 
 def site_faults(site: Site) -> Iterator[tuple[str, str]]:

@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rollplex_cli.profile.algorithm import AlgorithmProfile
-from rollplex_cli.profile.lora import LoraProfile
-from rollplex_cli.profile.schedule import ScheduleProfile
+from rollplex_cli.profile.sections.algorithm import AlgorithmProfile
+from rollplex_cli.profile.sections.lora import LoraProfile
+from rollplex_cli.profile.sections.reuse import ReuseProfile
+from rollplex_cli.profile.sections.schedule import ScheduleProfile
 from rollplex_cli.profile.types import (
     STRICT,
     Fraction,
@@ -171,19 +172,6 @@ class OptimizerProfile:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ReuseProfile:
-    """Work that need not be done."""
-
-    rollout_prefix: bool = False
-    """Take the actor's prefix keys and values from the rollout's own prefill instead of computing them again. Other
-    kernels computed them, so log-probs and gradients differ by rounding. Needs
-    `schedule.prefix_activations: recompute`."""
-    skip_zero_advantage: bool = True
-    """Train nothing on groups whose advantages are all zero, where no other term gives them a gradient. Exact: they
-    count in the normaliser all the same, only not in the parity figures."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class ColdStartProfile:
     """Supervised steps on the true answers before RL; used where `model.init` is `cold_start`."""
 
@@ -319,6 +307,11 @@ class Profile:
     def num_ranks(self) -> int:
         """World size: one process per rank."""
         return self.topology.num_nodes * self.topology.ranks_per_node
+
+    @property
+    def frozen_vision(self) -> bool:
+        """Whether nothing trains the vision tower."""
+        return self.model.freeze_vision or self.lora is not None
 
     @property
     def disaggregated(self) -> bool:

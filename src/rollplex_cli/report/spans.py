@@ -24,6 +24,7 @@ ROW_OF_TASK = {
     "exchange": "host",
     "reward": "host",
     "advantage": "host",
+    "encode": "actor",
     "ref_prefix": "reference",
     "ref_suffix": "reference",
     "actor_prefix": "actor",

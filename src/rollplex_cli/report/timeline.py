@@ -115,7 +115,7 @@ def _draw_row(axes: Any, members: Sequence[Span], extent: tuple[float, float], p
             [(span.start_s - origin, span.end_s - span.start_s)],
             (place - BAR_HEIGHT / 2 + track * height, height),
             facecolor=color,
-            alpha=PREFIX_ALPHA if span.name in ("ref_prefix", "actor_prefix") else 1.0,
+            alpha=PREFIX_ALPHA if span.name in ("encode", "ref_prefix", "actor_prefix") else 1.0,
             # A white outline parts neighbours; a bar hardly wider than it would vanish, and is drawn as a line.
             edgecolor=color if thin else "white" if height > 0.1 else "none",
             linewidth=0.6 if thin else 0.3,

@@ -36,7 +36,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollplex_cli.profile.algorithm import AlgorithmProfile
+    from rollplex_cli.profile.sections.algorithm import AlgorithmProfile
 
 KlEstimator = Literal["k1", "k2", "k3"]
 Normalizer = Literal["tokens", "responses", "sequences", "constant"]

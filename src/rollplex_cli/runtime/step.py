@@ -73,7 +73,7 @@ def run_step(
     graph = build_step_graph(
         range(len(inputs)), reference=rank.engines.reference is not None, kl_in_reward=in_reward,
         exchange=rank.team.responses is not None, prefix_from_rollout=tasks.takes_prefix,
-        trains=rank.team.place.trains, reserve=tasks.refills.reserve,
+        vision=tasks.vision.shared, trains=rank.team.place.trains, reserve=tasks.refills.reserve,
     )  # fmt: skip
     sharing, residency, apart = rank.sharing, rank.memory.residency, rank.team.topology.disaggregated
     executor = Executor(

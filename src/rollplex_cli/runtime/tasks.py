@@ -19,6 +19,7 @@ from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.decoding import Decoding
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
 from rollplex_cli.runtime.groups.refills import Refills
+from rollplex_cli.runtime.groups.vision import StepVision
 from rollplex_cli.runtime.pool import DecodePool
 from rollplex_cli.runtime.records import GroupRecord
 from rollplex_cli.runtime.sharing.streams import record_fence
@@ -88,6 +89,7 @@ class StepTasks:
         self.refill_wait_s = 0.0
         """Seconds for which decode waited for further prompts."""
         self.learner = Learner(profile, list(inputs))
+        self.vision = StepVision(profile, engines, team, inputs)
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
         """Factor on the accumulated gradient; set by the control thread when the whole batch is known."""
@@ -111,6 +113,7 @@ class StepTasks:
         """Bodies by kind, for the executor."""
         return {
             TaskKind.EXCHANGE: self._exchange,
+            TaskKind.ENCODE: self._encode,
             TaskKind.REWARD: self._reward,
             TaskKind.ADVANTAGE: self._advantage,
             TaskKind.REF_PREFIX: self._ref_prefix,
@@ -190,6 +193,7 @@ class StepTasks:
             ),
             max_new_tokens=tuple(lengths) if lengths is not None else None,
             keep_prefix=self.takes_prefix,
+            keep_vision=self.vision.wanted_of_rollout(group),
         )
 
     def take(self, result: GroupResult, key: TaskKey, started: float) -> None:
@@ -270,6 +274,11 @@ class StepTasks:
         if self._team.place.trains:
             self._hand_over(result, key)
 
+    def _encode(self, key: TaskKey) -> Fence | None:
+        idle = self.records[key.group].idle and self._team.channel is None  # as in `_actor_prefix`
+        self._store.put("vision_features", None if idle else self.vision.encode(key.group), key)
+        return record_fence()
+
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
         self._store.put("reference_boundary", self._engines.reference.prefix(self.inputs[key.group]), key)
@@ -291,7 +300,8 @@ class StepTasks:
         if self.takes_prefix and self.learner.update == 0:
             with self._store.lease("responses", key) as result:
                 boundary = result.prefix
-        state = actor.prefix(prompt) if boundary is None else actor.adopt_prefix(prompt, boundary)
+        features = self.vision.of(key, self._store, self.learner.update)
+        state = actor.prefix(prompt, features) if boundary is None else actor.adopt_prefix(prompt, boundary, features)
         self._store.put("actor_boundary", state, key)
         return record_fence()
 
@@ -326,15 +336,7 @@ class StepTasks:
         if self._engines.reference is not None and algorithm.kl_in == "loss":
             with self._store.lease("reference_logprobs", key) as reference:
                 pass
-        mask = None
-        if algorithm.mask_truncated and "length" in record.finish:
-            kept = torch.tensor([finish != "length" for finish in record.finish])
-            mask = torch.repeat_interleave(kept, torch.tensor(record.lengths))
-        sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
-        stale = torch.tensor(record.stale) if record.stale else None
-        return GroupBatch(
-            packed=packed, advantages=values, reference=reference, sampled=sampled, mask=mask, stale=stale
-        )
+        return GroupBatch.of(record, packed, values, reference, mask_truncated=algorithm.mask_truncated)
 
     def _actor_prefix_backward(self, key: TaskKey) -> Fence | None:
         if self.records[key.group].idle:

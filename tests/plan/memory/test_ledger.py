@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +54,31 @@ def test_colocate_holds_one_boundary_and_no_prefix_beside_decode(inputs: Make) -
 @pytest.mark.parametrize(("limit", "held"), [(0, 8), (1, 2), (6, 7), (7, 8), (20, 8)])
 def test_boundaries_held_are_the_limit_and_the_next_group(inputs: Make, limit: int, held: int) -> None:
     assert inputs(prefixes_in_flight=limit).held_groups == held
+
+
+def test_shared_vision_features_are_held_from_the_first_user_to_the_last(inputs: Make) -> None:
+    """Qwen2.5-VL-32B: 8 groups x 8192 tokens x 5120 hidden values x 2 bytes; Qwen3-VL-4B: 3 more rows a token."""
+    assert not any("vision_features" in objects for objects in moments_of(inputs(share_frozen_vision=True)).values())
+    size = 8 * 8192 * 5120 * 2
+    frozen = inputs(share_frozen_vision=True, freeze_vision=True)
+    found = {name: objects.get("vision_features") for name, objects in moments_of(frozen).items()}
+    assert {name for name, held in found.items() if held is None} == {"update", "publish"}
+    assert set(found.values()) == {size, None}
+    colocate = replace(frozen, overlap=False, early_groups=False)
+    found = {name: objects.get("vision_features") for name, objects in moments_of(colocate).items()}
+    assert found["decode"] is None and found["reference prefix"] == found["prefix backward"] == size
+    alone = moments_of(replace(colocate, has_reference=False))
+    assert alone["actor suffix"]["vision_features"] == size // 8  # group by group
+    assert (
+        "vision_features"
+        not in moments_of(replace(frozen, has_reference=False, prefix_activations="keep"))["decode, prefixes"]
+    )
+    taken = replace(colocate, vision_of_rollout=True, freeze_vision=False)
+    assert moments_of(taken)["decode"]["vision_features"] == size  # the prefill makes them
+    other = inputs("qwen25vl7b", shape=load_shape("qwen3vl4b"), vision_of_rollout=True)
+    rows = other.groups * other.max_prompt_tokens * (1 + other.shape.num_deepstack)
+    assert other.shape.num_deepstack == 3
+    assert moments_of(other)["decode, prefixes"]["vision_features"] == rows * other.shape.hidden_size * 2
 
 
 def test_without_a_reference_nothing_of_it_is_anywhere(inputs: Make) -> None:

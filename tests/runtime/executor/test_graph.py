@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.core.names import Lane, Phase, TaskKey, TaskKind
-from rollplex_cli.runtime.executor.graph import TaskGraph, TaskState, build_step_graph
+from rollplex_cli.runtime.executor.graph import SharedVision, TaskGraph, TaskState, build_step_graph
 from rollplex_cli.runtime.executor.schedules import Schedule, schedule_from
 
 K = TaskKind
@@ -23,19 +23,23 @@ def simulate(
     phase, started, running = Phase.GENERATE, [], []
     for g in order:
         graph.start(TaskKey(K.DECODE, g))
+    to_prefill = [g for g in order if TaskKey(K.PREFILL, g) in graph.tasks]
+    for g in to_prefill:
+        graph.start(TaskKey(K.PREFILL, g))
     to_decode = list(order)
     for g in cancel:
         if g not in order:
             graph.cancel_group(g)
     for _ in range(10_000):
-        events = ["decode"] if to_decode else []
+        events = ["decode"] if to_decode and to_decode[0] not in to_prefill else []
+        events += ["prefill"] if to_prefill else []
         events += ["finish"] if running else []
         picks = {
             lane: schedule.pick(graph, lane, phase)
             for lane in Lane
             if not any(k.kind in LANE_KINDS[lane] for k in running)
         }
-        events += [lane for lane, key in picks.items() if key is not None and key.kind is not K.DECODE]
+        events += [lane for lane, key in picks.items() if key is not None]
         if not events:
             if phase is Phase.GENERATE and graph.all_terminal([K.DECODE]):
                 phase = Phase.LEARN
@@ -49,6 +53,8 @@ def simulate(
         event = rng.choice(events)
         if event == "decode":
             graph.complete(TaskKey(K.DECODE, to_decode.pop(0)))
+        elif event == "prefill":
+            graph.complete(TaskKey(K.PREFILL, to_prefill.pop(rng.randrange(len(to_prefill)))))
         elif event == "finish":
             graph.complete(running.pop(rng.randrange(len(running))))
         else:
@@ -68,6 +74,7 @@ LANE_KINDS = {
     Lane.HOST: {K.REWARD, K.ADVANTAGE},
     Lane.TRAINER: {
         K.EXCHANGE,
+        K.ENCODE,
         K.REF_PREFIX,
         K.REF_SUFFIX,
         K.ACTOR_PREFIX,
@@ -76,6 +83,11 @@ LANE_KINDS = {
         K.UPDATE,
     },
 }
+
+
+def shared(groups: set[int], *, from_rollout: bool, for_reference: bool) -> SharedVision:
+    return SharedVision(groups=frozenset(groups), from_rollout=from_rollout, for_reference=for_reference)
+
 
 schedules = st.builds(
     schedule_from,
@@ -93,15 +105,26 @@ schedules = st.builds(
     st.booleans(),
     st.integers(0, 10**6),
     st.sets(st.integers(0, 4), max_size=4),
+    st.none() | st.builds(shared, st.sets(st.integers(0, 4)), from_rollout=st.booleans(), for_reference=st.booleans()),
 )
 def test_every_schedule_ends_and_adds_gradients_in_logical_order(
-    schedule: Schedule, order: list[int], reference: bool, exchange: bool, seed: int, dropped: set[int]
+    schedule: Schedule,
+    order: list[int],
+    reference: bool,
+    exchange: bool,
+    seed: int,
+    dropped: set[int],
+    vision: SharedVision | None,
 ) -> None:
-    graph = build_step_graph(range(5), reference=reference, exchange=exchange)
+    graph = build_step_graph(range(5), reference=reference, exchange=exchange, vision=vision)
     kept = [g for g in order if g not in dropped]
     started = simulate(graph, schedule, kept, random.Random(seed), cancel=dropped)
     gradients = [(k.kind, k.group) for k, _ in started if k.kind in GRADIENT]
     assert gradients == [(kind, g) for g in kept for kind in GRADIENT]
+    place = {key: index for index, (key, _) in enumerate(started)}
+    for g in set(kept) & (vision.groups if vision is not None else frozenset()):
+        users = [K.ACTOR_PREFIX, *([K.REF_PREFIX] if reference and vision is not None and vision.for_reference else [])]
+        assert all(place[TaskKey(K.ENCODE, g)] < place[TaskKey(kind, g)] for kind in users)
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,6 +150,28 @@ def test_colocate_runs_role_by_role_after_decode() -> None:
     kinds = [k.kind for k, _ in trainer]
     last_reference = max(i for i, kind in enumerate(kinds) if kind in (K.REF_PREFIX, K.REF_SUFFIX))
     assert kinds.index(K.ACTOR_PREFIX) > last_reference
+
+
+def test_vision_features_come_right_before_their_first_user() -> None:
+    """So that no more of them are held than the order of the roles asks for."""
+    vision = shared({0, 1, 2}, from_rollout=False, for_reference=True)
+    graph = build_step_graph(range(3), reference=True, vision=vision)
+    schedule = schedule_from("colocate", early_groups=False, prefixes_in_flight=0)
+    keys = [key for key, _ in simulate(graph, schedule, [2, 0, 1], random.Random(0))]
+    for g in range(3):
+        trainer = [key for key in keys if key.kind in LANE_KINDS[Lane.TRAINER]]
+        assert trainer.index(TaskKey(K.REF_PREFIX, g)) == trainer.index(TaskKey(K.ENCODE, g)) + 1
+
+
+def test_a_prefill_that_runs_can_be_left() -> None:
+    graph = build_step_graph([0], reference=False, vision=shared({0}, from_rollout=True, for_reference=False))
+    prefill, encode = TaskKey(K.PREFILL, 0), TaskKey(K.ENCODE, 0)
+    graph.start(prefill)
+    assert graph.blocked_by(encode) == ["prefill[0]"] and not graph.is_ready(encode)
+    graph.leave_decode(prefill)
+    assert graph.state(prefill) is TaskState.CANCELLED
+    with pytest.raises(ValueError, match="cannot be left"):
+        graph.leave_decode(prefill)
 
 
 def test_a_rank_that_only_decodes_has_nothing_of_the_training() -> None:

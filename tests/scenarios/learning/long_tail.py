@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "extra groups": {"extra_groups": 4},
     "partial": {"extra_groups": 4, "keep_partial": True},
     "partial, masked": {"extra_groups": 4, "keep_partial": True, "stale_tokens": "mask"},
+    "partial, rollout's vision": {"extra_groups": 4, "keep_partial": True},
 }
 
 
@@ -90,7 +91,9 @@ def main() -> None:
         base = rank.profile
         initial = rank.trainer_lane.submit(rank.engines.actor.state_dict).result()
         for case, options in CASES.items():
-            rank.profile = dataclasses.replace(base, rollout=dataclasses.replace(base.rollout, **options))
+            reuse = dataclasses.replace(base.reuse, vision="vision" in case)
+            rollout = dataclasses.replace(base.rollout, **options)
+            rank.profile = dataclasses.replace(base, rollout=rollout, reuse=reuse)
             results[case] = {s: run_case(rank, case, s, steps, initial) for s in ("colocate", "rollplex")}
         rank.rollout_lane.submit(rank.engines.rollout.abort).result()
     for case, found in results.items():

@@ -79,12 +79,14 @@ def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
 
 def test_four_ranks(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
     """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas, whose
-    decode and training launch in one order."""
+    decode and training launch in one order. The rollout's vision features are those of the rank itself, or brought from
+    the replica that has them."""
+    reused = ("reuse.vision=true", "schedule.prefix_activations=recompute")
     for name, overrides in (
         ("dp", ["topology.train_tp=2"]),
         ("q", ["topology.train_tp=4", "schedule.launch_order=always"]),
     ):
-        degrees = (FOUR, "topology.rollout_tp=2", "runtime.max_steps=3")
+        degrees = (FOUR, "topology.rollout_tp=2", "runtime.max_steps=3", *reused)
         same(train(tmp_path / name, prepared, *degrees, *overrides), rows(alone.root), 3)
 
 

@@ -12,16 +12,20 @@ pytestmark = pytest.mark.scenario
 
 
 def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
-    overrides = small("rollout.max_new_tokens=16", "reuse.rollout_prefix=true", "schedule.prefix_activations=recompute")
+    overrides = small(
+        "rollout.max_new_tokens=16", "reuse.rollout_prefix=true", "schedule.prefix_activations=recompute",
+        "model.freeze_vision=true", "reuse.vision=true",
+    )  # fmt: skip
     done = rollplex(
         "bench", "--profile", "tiny", *sets(overrides), "--workload", "clevrer", "--steps", "2",
         "--policy", "auto", "--policy", "serial", "--baseline", "colocate", "--baseline", "colocate_same_work",
-        "--ablate", "early-groups", "--run-dir", str(tmp_path / "run"), "--json",
+        "--ablate", "early-groups", "--ablate", "vision-reuse", "--run-dir", str(tmp_path / "run"), "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     rows = {row["variant"]: row for row in result["results"]}
-    assert list(rows) == ["rollplex", "rollplex serial", "colocate", "colocate_same_work", "without early-groups"]
+    ablated = ["without early-groups", "without vision-reuse"]
+    assert list(rows) == ["rollplex", "rollplex serial", "colocate", "colocate_same_work", *ablated]
     own = rows["rollplex"]
     assert own["workload"] == "clevrer" and own["policy"] == "auto" and rows["colocate"]["policy"] == "serial"
     assert set(own["ratio"]) == set(rows) - {"rollplex"}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.model.vision import Encoded
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixState
     from rollplex_cli.rl.packing import PackedSuffix
@@ -50,9 +51,10 @@ class Reference:
             attention=attention,
         )
 
-    def prefix(self, prompt: PromptInput) -> PrefixState:
-        """Boundary keys and values of a prompt, without a graph."""
-        return self._split.prefix(prompt, "none")
+    def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
+        """Boundary keys and values of a prompt, without a graph; `media` is its tower's output, if another tower of the
+        same weights ran before."""
+        return self._split.prefix(prompt, "none", media)
 
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses; drops the boundary, which has no further use."""

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rollplex_cli.engines.rollout.base import GroupRequest, GroupResult, RolloutEngine
+    from rollplex_cli.engines.rollout.base import GroupRequest, GroupResult, RolloutEngine, VisionOutput
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -77,6 +77,10 @@ class AbsentRollout:
 
     def step(self) -> list[GroupResult]:
         """Nothing is ever completed here."""
+        return []
+
+    def take_vision(self) -> list[VisionOutput]:
+        """None."""
         return []
 
     def has_work(self) -> bool:

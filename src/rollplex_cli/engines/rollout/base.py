@@ -40,6 +40,8 @@ class GroupRequest:
     """Per-response limit; `None` takes the one of `settings`."""
     keep_prefix: bool = False
     """Copy the prompt's keys and values into the result."""
+    keep_vision: bool = False
+    """Offer the vision tower's output in `take_vision` as soon as the prefill has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +72,18 @@ class GroupResult:
     the device; None unless asked for, and where the first response ended before they could be copied."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionOutput:
+    """The vision tower's output for the prompt of a group, under the weights of now."""
+
+    group: int
+    pieces: tuple[torch.Tensor, ...]
+    """Of each medium [merged patches, hidden * (1 + DeepStack features)], in the order of the prompt; not to be
+    written."""
+    ready: torch.cuda.Event | None
+    """Behind their computation on the device; None where they are complete."""
+
+
 class RolloutEngine(Protocol):
     """A generation engine stepped by hand. Every call is made from one thread, the one that built it."""
 
@@ -96,6 +110,10 @@ class RolloutEngine(Protocol):
 
     def step(self) -> list[GroupResult]:
         """One scheduler step (a prefill or a decode); returns groups completed by it, ordered by group id."""
+
+    def take_vision(self) -> list[VisionOutput]:
+        """Vision outputs that the steps since the last call have found, of groups that asked for them; each group's
+        once a step of training. A group that goes on without a prefill has none."""
 
     def has_work(self) -> bool:
         """True while any submitted request is unfinished."""

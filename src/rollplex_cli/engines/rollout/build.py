@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from sglang.srt.distributed import parallel_state
-from sglang.srt.managers import mm_utils
 from tqdm import tqdm
 
 from rollplex_cli.core.errors import UsageError
@@ -79,8 +78,9 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
         with _untouched(), torch.no_grad(), on_stream(options):
             args = server_args(options, len(replicas[0]))
             built = HostedScheduler(
-                args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind, lora=options.lora
-            )
+                args, gpu_id=options.gpu_index, tp_rank=tp_rank, rebind=options.rebind, lora=options.lora,
+                vision_cache_bytes=options.vision_cache_mib * 2**20,
+            )  # fmt: skip
             replica = next(ranks for ranks in replicas if torch.distributed.get_rank() in ranks)
             if options.log is not None and len(replica) > 1:
                 options.log.stream = options.stream
@@ -92,7 +92,6 @@ def scheduler(options: RolloutOptions, replicas: tuple[tuple[int, ...], ...], tp
         patches.hooks = patches.Hooks()
     if options.stream is not None:
         options.stream.synchronize()  # whoever reads the weights next does so on another stream
-    mm_utils.init_mm_embedding_cache(options.vision_cache_mib * 2**20)
     return Built(
         scheduler=built,
         image_token_id=image,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rollplex_cli.core.errors import NonFiniteError, RunFailedError, UsageError
 from rollplex_cli.engines.rollout import host
-from rollplex_cli.engines.rollout.base import GroupResult, Response
+from rollplex_cli.engines.rollout.base import GroupResult, Response, VisionOutput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,6 +63,10 @@ class _Group:
     tracks: list[_Track]
     siblings_wait: bool = True
     prefix: tuple[tuple[torch.Tensor, torch.Tensor], ...] | None = None
+    media: list[int] = field(default_factory=list)
+    """Hashes of the media whose embeddings are kept for it; empty where nobody asked."""
+    vision_due: bool = False
+    """Whether they have yet to be offered in this step of training."""
 
 
 class SglangRollout:
@@ -106,6 +110,8 @@ class SglangRollout:
         self._groups: dict[int, _Group] = {}
         self._ready: list[GroupResult] = []
         """Groups whose last tokens were taken in by `pause` or `abort`; the next step returns them."""
+        self._vision: list[VisionOutput] = []
+        """Found and not yet taken."""
         self._by_rid: dict[str, _Track] = {}
         self._serial = 0
 
@@ -146,6 +152,8 @@ class SglangRollout:
         if not self.has_work():
             self._scheduler.check_idle()
         self._steps = 0
+        for group in self._groups.values():
+            group.vision_due = bool(group.media)
 
     @_engine_call
     def submit(self, requests: Sequence[GroupRequest]) -> None:
@@ -162,7 +170,9 @@ class SglangRollout:
         for inputs in groups:
             group = inputs.request.group
             tracks = [_Track(group, index) for index in range(len(inputs.request.seeds))]
-            self._groups[group] = _Group(inputs, tracks)
+            media = inputs.media_hashes if inputs.request.keep_vision else []
+            self._groups[group] = _Group(inputs, tracks, media=media, vision_due=bool(media))
+            self._scheduler.embeddings.want(media)
             self._start(tracks[0], inputs)
 
     @_engine_call
@@ -175,9 +185,15 @@ class SglangRollout:
             reqs = self._scheduler.step()
             if reqs is None:
                 raise RunFailedError(f"the rollout has nothing to run, unfinished groups: {sorted(self._groups)}")
+            self._find_vision()
             results = sorted(results + self._take_in(reqs), key=lambda result: result.group)
             self._settle()
         return results
+
+    def take_vision(self) -> list[VisionOutput]:
+        """Vision outputs found since the last call."""
+        found, self._vision = self._vision, []
+        return found
 
     def has_work(self) -> bool:
         """True while any submitted request is unfinished."""
@@ -257,6 +273,7 @@ class SglangRollout:
         if self._scheduler.holds_kv:
             raise ValueError(f"`{call}` needs an idle or paused engine")
         self._scheduler.flush()
+        self._vision = []
 
     def _take_in(self, reqs: Sequence[Any]) -> list[GroupResult]:
         """Groups completed by what a step of the scheduler left on `reqs`."""
@@ -272,6 +289,13 @@ class SglangRollout:
                 self._finish(track)
                 touched.add(track.group)
         return self._collect(touched)
+
+    def _find_vision(self) -> None:
+        """What the tower has put out of groups that wait for it."""
+        for number, group in self._groups.items():
+            if group.vision_due and (pieces := self._scheduler.embeddings.pieces_of(group.media)) is not None:
+                group.vision_due = False
+                self._vision.append(VisionOutput(group=number, pieces=pieces, ready=self._scheduler.launched()))
 
     def _drain(self) -> None:
         """Take in what is under way; afterwards requests can be stopped."""
@@ -326,6 +350,7 @@ class SglangRollout:
             responses = tuple(t.response for t in group.tracks if t.response is not None)
             if len(responses) == len(group.tracks):
                 del self._groups[number]
+                self._scheduler.embeddings.give_up(group.media)
                 results.append(
                     GroupResult(group=number, responses=responses, decode_step=self._steps, prefix=group.prefix)
                 )

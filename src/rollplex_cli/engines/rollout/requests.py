@@ -43,6 +43,11 @@ class GroupInputs:
             self._positions = prompt.position_ids.to(torch.int64).cpu()
             self._delta = torch.tensor([[prompt.rope_delta]], dtype=torch.int64)
 
+    @property
+    def media_hashes(self) -> list[int]:
+        """Under which SGLang caches the vision embeddings, in the order of the media."""
+        return [item.hash for item in self._items]
+
     def limit(self, index: int) -> int:
         """Tokens that response `index` may have."""
         limits = self.request.max_new_tokens

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from rollplex_cli.engines.lora import fused
 from rollplex_cli.engines.rollout import patches
+from rollplex_cli.engines.rollout.vision import KeptEmbeddings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,8 +60,9 @@ class HostedScheduler(Scheduler):
     """Where batches are prepared; running ahead, another stream than the one they run on."""
 
     def __init__(
-        self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None, lora: LoraSettings | None = None
-    ) -> None:
+        self, server_args: Any, *, gpu_id: int, tp_rank: int, rebind: Rebind | None, lora: LoraSettings | None = None,
+        vision_cache_bytes: int,
+    ) -> None:  # fmt: skip
         self._rebind, self._lora = rebind, lora
         self.launch: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Around the launch of every batch."""
@@ -78,6 +80,7 @@ class HostedScheduler(Scheduler):
         # Set now, not at construction, where it would override PyTorch operators for the whole process. All that
         # is left of it is that batches carry the seeds of their requests.
         server_args.override("rollplex", enable_deterministic_inference=True)
+        self.embeddings = mm_utils.embedding_cache = KeptEmbeddings(vision_cache_bytes)
 
     def init_ipc_channels(self, port_args: Any) -> None:
         """No sockets: nothing is received, and what is sent goes nowhere."""
@@ -222,6 +225,14 @@ class HostedScheduler(Scheduler):
             torch.cuda.current_stream().synchronize()
         return tuple(pairs)
 
+    def launched(self) -> Any:
+        """An event behind all batches launched so far; None where nothing runs ahead of the host."""
+        if self.device != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(self.forward_stream if self.enable_overlap else torch.cuda.current_stream())
+        return event
+
     def retract_running(self) -> None:
         """After `drain`: give back the KV of every running request; all go back to the queue with their tokens."""
         # SGLang would take in a result here, and finds none.
@@ -242,7 +253,7 @@ class HostedScheduler(Scheduler):
         done = self.flush_cache(empty_cache=False)
         self.waiting_queue = queued
         assert done, "flush while a request owns KV"
-        mm_utils.embedding_cache.clear()
+        self.embeddings.clear()
 
 
 def _checked(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

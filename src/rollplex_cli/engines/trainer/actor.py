@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.adamw.settings import UpdateStats
     from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
+    from rollplex_cli.engines.trainer.model.vision import Encoded
     from rollplex_cli.engines.trainer.sharded import Shard
     from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.engines.weights.shards import Box
@@ -165,13 +166,22 @@ class Actor:
         """Parameters under training by Hugging Face name, tied ones once."""
         return dict(self._params)
 
-    def prefix(self, prompt: PromptInput) -> PrefixState:
-        """The attached boundary of a prompt; reads weights, writes no gradient."""
-        return self.split.prefix(prompt, self._mode)
+    def encode(self, prompt: PromptInput) -> Encoded | None:
+        """The vision tower's output for a prompt: for `prefix`, that of the reference too where the tower is frozen."""
+        return self.split.encode(prompt)
 
-    def adopt_prefix(self, prompt: PromptInput, key_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PrefixState:
+    def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
+        """The attached boundary of a prompt; reads weights, writes no gradient. See `SplitModel.prefix` on `media`."""
+        return self.split.prefix(prompt, self._mode, media)
+
+    def adopt_prefix(
+        self,
+        prompt: PromptInput,
+        key_values: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        media: Encoded | None = None,
+    ) -> PrefixState:
         """The boundary of a prompt from keys and values that another engine computed under the same weights."""
-        return self.split.adopt_prefix(prompt, key_values)
+        return self.split.adopt_prefix(prompt, key_values, media)
 
     def suffix(
         self, state: PrefixState, packed: PackedSuffix, loss_fn: Callable[[torch.Tensor], LossResult]

@@ -8,7 +8,6 @@ leaves; its backward leaves gradients there, and `prefix_backward` sends them on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +18,7 @@ from rollplex_cli.engines.trainer.model import language, vision
 from rollplex_cli.engines.trainer.model.attention import ATTENTION
 from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
+from rollplex_cli.engines.trainer.stages import backward, layout_of, leaves, run_stages, to_host, vision_stages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,17 +28,11 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.model.primitives import Angles
     from rollplex_cli.engines.trainer.model.vision import Encoded
+    from rollplex_cli.engines.trainer.stages import Carry, Stage, Yield
     from rollplex_cli.rl.packing import PackedSuffix
 
 PrefixMode = Literal["keep", "host", "recompute", "none"]
 """What prefix backward uses: the graph, stage inputs kept on the host, a second forward; `none` has no backward."""
-
-Carry = tuple[torch.Tensor, ...]
-"""What one stage of the prefix hands to the next: hidden states, then the features that no decoder layer has taken yet.
-Empty before the first stage and behind the last."""
-Yield = tuple[Carry, KeyValue | None]
-"""What a stage yields: its carry and boundary keys and values."""
-Stage = Callable[[Carry], Yield]
 
 
 @dataclass(slots=True)
@@ -56,6 +50,8 @@ class PrefixState:
     """The same values attached to the graph (`keep`)."""
     stage_inputs: list[Carry] = field(default_factory=list)
     """Input of each stage on the host (`host`)."""
+    media: Encoded | None = None
+    """The frozen tower's output, from which a recomputation starts (`recompute`)."""
     consumed: bool = False
 
     @property
@@ -70,7 +66,7 @@ class PrefixState:
 
     def release(self) -> None:
         """Drop every tensor. The state cannot be used afterwards."""
-        self.boundary, self.outputs, self.stage_inputs, self.consumed = (), (), [], True
+        self.boundary, self.outputs, self.stage_inputs, self.media, self.consumed = (), (), [], None, True
 
 
 class SplitModel:
@@ -108,35 +104,54 @@ class SplitModel:
         self._banned = torch.tensor(banned, dtype=torch.int64, device=weights.device) if banned else None
         self._attention: Attention = ATTENTION[attention]
 
-    def prefix(self, prompt: PromptInput, mode: PrefixMode) -> PrefixState:
+    def encode(self, prompt: PromptInput) -> Encoded | None:
+        """What the vision tower makes of a prompt's media, without a graph; None where there are none."""
+        with torch.no_grad():
+            return self._encode([prompt])
+
+    def prefix(self, prompt: PromptInput, mode: PrefixMode, media: Encoded | None = None) -> PrefixState:
         """Run prompt positions 0..P-2 and keep what `mode` needs for the backward.
 
-        A prompt of one token has an empty boundary. Raises ValueError if the last prompt token is a media placeholder.
+        With `media` the tower does not run here: it has this output already. A frozen one does not run in the backward
+        either; one that is trained does, which only `recompute` can.
+
+        A prompt of one token has an empty boundary. Raises ValueError if the last prompt token is a media placeholder,
+        or `media` does not fit the prompt or the mode.
         """
         if prompt.num_tokens < 2:
             return PrefixState(prompt, mode, self._empty_boundary(mode != "none"))
-        stages = self._stages(prompt)
+        if media is not None:
+            self._check_media(prompt, mode, media)
+        stages = self._stages(prompt, media)
         if mode == "keep":
             with torch.enable_grad():
-                outputs = _run(stages)
-            return PrefixState(prompt, mode, _leaves(outputs), outputs)
+                outputs = run_stages(stages)
+            return PrefixState(prompt, mode, leaves(outputs), outputs)
         saved: list[Carry] | None = [] if mode == "host" else None
         with torch.no_grad():
-            outputs = _run(stages, saved)
+            outputs = run_stages(stages, saved)
         if mode == "none":
             return PrefixState(prompt, mode, outputs)
-        return PrefixState(prompt, mode, _leaves(outputs), stage_inputs=_to_host(saved or []))
+        again = media if self._freeze_vision and mode == "recompute" else None
+        return PrefixState(prompt, mode, leaves(outputs), stage_inputs=to_host(saved or []), media=again)
 
-    def adopt_prefix(self, prompt: PromptInput, key_values: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> PrefixState:
+    def adopt_prefix(
+        self,
+        prompt: PromptInput,
+        key_values: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        media: Encoded | None = None,
+    ) -> PrefixState:
         """A boundary of keys (rotated) and values computed elsewhere, by layer, each [1, KV heads, P - 1, head_dim].
 
-        Its backward computes the prefix anew, so gradients are those at the prefix of these weights.
+        Its backward computes the prefix anew, so gradients are those at the prefix of these weights; from `media` on
+        where the tower is frozen.
         """
         for pair in key_values:
             for tensor in pair:
                 if tensor.is_cuda:
                     tensor.record_stream(torch.cuda.current_stream())
-        return PrefixState(prompt, "recompute", _leaves(tuple(KeyValue(*pair) for pair in key_values)))
+        boundary = leaves(tuple(KeyValue(*pair) for pair in key_values))
+        return PrefixState(prompt, "recompute", boundary, media=media if self._freeze_vision else None)
 
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses behind the prefix, in max(float32, dtype); differentiable where grad
@@ -177,7 +192,7 @@ class SplitModel:
             raise ValueError("no suffix backward has reached the boundary of this group")
         if state.mode == "keep":
             outputs = [t for pair in state.outputs for t in pair]
-            _backward([(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None])
+            backward([(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None])
         else:
             self._staged_backward(state, [g for g in grads if g is not None])
         state.release()
@@ -259,16 +274,23 @@ class SplitModel:
 
         return tuple(KeyValue(leaf(), leaf()) for _ in weights.layers)
 
-    def _stages(self, prompt: PromptInput) -> list[Stage]:
-        """The prefix as functions from carry to carry and boundary."""
+    def _check_media(self, prompt: PromptInput, mode: PrefixMode, media: Encoded) -> None:
+        if mode in ("keep", "host") and not self._freeze_vision:
+            raise ValueError(f"the backward of mode `{mode}` needs the tower's own forward, which is trained")
+        wanted = sum(last - first + 1 for first, last in prompt.media_spans)
+        if any(len(rows) != wanted for rows in (media.rows, *media.deepstack)):
+            raise ValueError(f"the prompt has {wanted} placeholders, not: {len(media.rows)}")
+
+    def _stages(self, prompt: PromptInput, given: Encoded | None = None) -> list[Stage]:
+        """The prefix as functions from carry to carry and boundary; `given` is the tower's output, if it ran before."""
         weights, sizes = self.weights, self.weights.text_sizes
         device, end = weights.device, prompt.num_tokens - 1
         if any(last >= end for _, last in prompt.media_spans):
             raise ValueError("the last prompt token must not be a media placeholder")
         ids = torch.tensor(prompt.prompt.token_ids[:end], device=device)
         angles = language.rope(sizes, prompt.position_ids[:, :end].to(device).unsqueeze(1), weights.dtype)
-        frozen = self._freeze_vision and bool(prompt.prompt.media)
-        stages = [self._frozen_vision(prompt)] if frozen else _vision_stages(weights, prompt)
+        whole = bool(prompt.prompt.media) and (self._freeze_vision or given is not None)
+        stages = [self._whole_vision(prompt, given)] if whole else vision_stages(weights, prompt)
 
         def embed(carry: Carry) -> Yield:
             media, *features = carry or (None,)
@@ -276,9 +298,9 @@ class SplitModel:
 
         def merge_and_embed(carry: Carry) -> Yield:
             hidden, *features = carry
-            return embed((vision.merge_patches(weights, hidden, _layout(weights, prompt)), *features))
+            return embed((vision.merge_patches(weights, hidden, layout_of(weights, prompt)), *features))
 
-        stages.append(merge_and_embed if stages and not frozen else embed)
+        stages.append(merge_and_embed if stages and not whole else embed)
         last = len(weights.layers) - 1
         rows = language.span_rows(prompt.media_spans, device) if prompt.media_spans else None
         stages += [self._layer_stage(index, angles, rows, index == last) for index in range(last + 1)]
@@ -289,11 +311,16 @@ class SplitModel:
         words = not self.weights.embed.requires_grad
         return bool(prompt.prompt.media) + words if self._freeze_vision else 0
 
-    def _frozen_vision(self, prompt: PromptInput) -> Stage:
+    def _whole_vision(self, prompt: PromptInput, given: Encoded | None) -> Stage:
+        """The tower as one stage without a graph."""
+
         def run(_: Carry) -> Yield:
-            with torch.no_grad():
-                media = self._encode([prompt])
+            media = given if given is not None else self.encode(prompt)
             assert media is not None
+            if media.rows.is_cuda and given is not None:
+                # Another stream's memory perhaps, and tasks of one prompt run on several.
+                for tensor in (media.rows, *media.deepstack):
+                    tensor.record_stream(torch.cuda.current_stream())
             return (media.rows, *media.deepstack), None
 
         return run
@@ -317,11 +344,11 @@ class SplitModel:
 
     def _staged_backward(self, state: PrefixState, grads: list[torch.Tensor]) -> None:
         """Backward stage by stage from the last one, so that one stage's activations exist at a time."""
-        stages = self._stages(state.input)
+        stages = self._stages(state.input, state.media)
         inputs = state.stage_inputs
         if state.mode == "recompute":
             with torch.no_grad():
-                _run(stages[:-1], inputs := [])
+                run_stages(stages[:-1], inputs := [])
                 last_input = stages[-2](inputs[-1])[0] if len(stages) > 1 else ()
             inputs.append(last_input)
         carry_grads: tuple[torch.Tensor | None, ...] = ()
@@ -339,62 +366,5 @@ class SplitModel:
             if own is not None:
                 pairs += zip(own, grads[-2:], strict=True)
                 del grads[-2:]
-            _backward([(root, grad) for root, grad in pairs if grad is not None])
+            backward([(root, grad) for root, grad in pairs if grad is not None])
             carry_grads = tuple(tensor.grad for tensor in entry)
-
-
-def _layout(weights: ModelWeights, prompt: PromptInput) -> vision.VisionLayout:
-    grids = tuple(m.grid_thw for m in prompt.prompt.media)
-    return vision.vision_layout(grids, weights.vision_sizes, weights.dtype, weights.device)
-
-
-def _vision_stages(weights: ModelWeights, prompt: PromptInput) -> list[Stage]:
-    media = prompt.prompt.media
-    if not media:
-        return []
-    layout = _layout(weights, prompt)
-
-    def patch(_: Carry) -> Yield:
-        patches = torch.cat([m.patches for m in media]) if len(media) > 1 else media[0].patches
-        return (vision.patch_embed(weights, patches.to(weights.device), layout),), None
-
-    def block(index: int) -> Stage:
-        merger = weights.vision.deepstack.get(index)
-
-        def run(carry: Carry) -> Yield:
-            hidden, *features = carry
-            hidden = vision.vision_block(weights, index, hidden, layout)
-            return (hidden, *features, *([merger(hidden)] if merger else [])), None
-
-        return run
-
-    return [patch, *(block(i) for i in range(len(weights.vision.blocks)))]
-
-
-def _run(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tuple[KeyValue, ...]:
-    """Chain the stages; `saved` receives the input of each."""
-    carry: Carry = ()
-    boundary = []
-    for stage in stages:
-        if saved is not None:
-            saved.append(carry)
-        carry, own = stage(carry)
-        if own is not None:
-            boundary.append(own)
-    return tuple(boundary)
-
-
-def _backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Backward from those roots, each with its gradient, that depend on something trained."""
-    if kept := [pair for pair in pairs if pair[0].requires_grad]:
-        torch.autograd.backward([root for root, _ in kept], [grad for _, grad in kept])
-
-
-def _leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
-    return tuple(KeyValue(*(t.detach().requires_grad_() for t in pair)) for pair in outputs)
-
-
-def _to_host(inputs: Sequence[Carry]) -> list[Carry]:
-    """Copies on the host; a tensor that several stages hand on is copied once."""
-    copies = {id(tensor): tensor.to("cpu") for carry in inputs for tensor in carry}
-    return [tuple(copies[id(tensor)] for tensor in carry) for carry in inputs]

@@ -101,6 +101,12 @@ def patches(inputs: MemoryInputs) -> int:
     return inputs.max_prompt_tokens * inputs.shape.merge_size**2
 
 
+def vision_features(inputs: MemoryInputs) -> int:
+    """What the tower makes of a prompt that is all media: a row of hidden values for each token, and one more for every
+    decoder layer that takes features of its own. Whole on every rank."""
+    return inputs.max_prompt_tokens * (1 + inputs.shape.num_deepstack) * decoder_layer(inputs).entry
+
+
 def weight_gradient(inputs: MemoryInputs, elements: int) -> int:
     """One weight's gradient before it is added to the arena: as computed, and cast to float32. Beside adapters there is
     none, and theirs are too small to count."""

@@ -186,6 +186,11 @@ def _recompute(inputs: MemoryInputs) -> list[Change]:
     return _switch("schedule.prefix_activations", "recompute", "prefix_activations", "recompute", possible=possible)
 
 
+def _own_towers(inputs: MemoryInputs) -> list[Change]:
+    possible = inputs.vision == "trainer"
+    return _switch("reuse.frozen_vision", "false", "share_frozen_vision", False, possible=possible)
+
+
 def _prefixes_in_flight(inputs: MemoryInputs) -> list[Change]:
     # With a limit of n the group next in order is held besides.
     values = range(inputs.held_groups - 2, 0, -1) if inputs.overlap else ()
@@ -256,6 +261,7 @@ def _no_reference(inputs: MemoryInputs) -> list[Change]:
 
 SETTINGS: tuple[Knob, ...] = (
     _chunk,
+    _own_towers,
     _recompute,
     _kept_layers,
     _prefill,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.units import format_bytes
-from rollplex_cli.plan.memory.activations import decoder_layer
+from rollplex_cli.plan.memory.activations import decoder_layer, vision_features
 from rollplex_cli.plan.memory.inputs import STATE_BYTES
 from rollplex_cli.plan.memory.ledger import LINK_BYTES_PER_S
 from rollplex_cli.plan.memory.objects import CHUNKS_IN_FLIGHT, chunk_bytes, foreign_bytes, overhead_bytes
@@ -47,6 +47,11 @@ def assumptions(inputs: MemoryInputs) -> tuple[str, ...]:
         found.append("Only adapters are trained; the base under them is the reference and has no second copy")
     elif inputs.freeze_vision:
         found.append("The vision tower has no gradients, no optimizer state and no backward")
+    if inputs.held_features:
+        found.append(
+            f"The vision tower's output is held until a group's prefix backward, of {inputs.held_features} groups at "
+            f"once: {format_bytes(inputs.held_features * vision_features(inputs))}"
+        )
     if inputs.on_gpu:
         found += [
             "Attention never holds scores (FlashAttention), and no allocator's slack is counted",

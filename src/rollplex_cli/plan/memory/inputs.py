@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rollplex_cli.plan.model import ModelShape, shard_count
+
+if TYPE_CHECKING:
+    from rollplex_cli.plan.vision import VisionSource
 
 PrefixActivations = Literal["keep", "host", "recompute"]
 Master = Literal["full", "split"]
@@ -63,6 +66,10 @@ class MemoryInputs:
     on_gpu: bool
     adapter_parameters: int = 0
     """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
+    vision_of_rollout: bool = False
+    """Whether the trainer takes the vision tower's output from the rollout."""
+    share_frozen_vision: bool = False
+    """Whether reference and actor share a run of a frozen vision tower."""
     resident: bool = False
     """Whether what lies in regions has memory through the whole step (`memory.residency`)."""
     role: Role = "both"
@@ -76,6 +83,23 @@ class MemoryInputs:
             return 1  # role by role, group by group
         # The group next in order is exempt from the limit.
         return min(self.groups, self.prefixes_in_flight + 1) if self.prefixes_in_flight else self.groups
+
+    @property
+    def vision(self) -> VisionSource:
+        """As `plan.vision.vision_source`."""
+        if self.vision_of_rollout:
+            return "rollout"
+        runs_again = self.has_reference or self.prefix_activations == "recompute"
+        return "trainer" if self.share_frozen_vision and self.freeze_vision and runs_again else "each"
+
+    @property
+    def held_features(self) -> int:
+        """Groups whose shared vision features are held at once: from the prefill or the first prefix of a group to its
+        prefix backward. Only role by role and without a reference that is one group."""
+        if self.vision == "each":
+            return 0
+        alone = self.vision == "trainer" and not self.overlap and not self.has_reference
+        return 1 if alone else self.groups
 
     @property
     def groups_per_replica(self) -> int:

@@ -43,6 +43,7 @@ CLASSES: dict[str, ObjectClass] = {
     "reference_weights": "regenerable",
     "reference_boundary": "boundary",
     "actor_boundary": "boundary",
+    "vision_features": "boundary",
     "boundary_gradients": "phase_local",
     "prefix_activations": "regenerable",
     "suffix_activations": "phase_local",
@@ -125,12 +126,15 @@ class _Table:
         kept = inputs.prefix_activations == "keep"
         self._kept_prefixes = inputs.held_groups * activations.kept_prefix(inputs) if kept else 0
         self._staging = sharing.staging_bytes
+        self._features = inputs.held_features * activations.vision_features(inputs)
 
     def decode(self) -> Moment:
         """Decode; beside it, where the schedule overlaps, the prefixes of reference and actor one after the other."""
         beside = self._beside_decode() if self._inputs.overlap else self._rollout_part()
         prefix = self._kept_prefixes + self._forward() if self._inputs.overlap else 0
         name = "decode, prefixes" if self._inputs.overlap else "decode"
+        if self._inputs.vision == "rollout":
+            beside["vision_features"] = self._features  # its prefill makes them
         return self._moment(name, "GENERATE", **beside, prefix_activations=prefix)
 
     def ref_prefix(self) -> Moment:
@@ -138,6 +142,7 @@ class _Table:
         return self._moment(
             "reference prefix", "LEARN", snapshot=self._own, reference_weights=self._reference,
             reference_boundary=self._reference_held, prefix_activations=self._forward(),
+            vision_features=self._features,
         )  # fmt: skip
 
     def ref_suffix(self) -> Moment:
@@ -147,7 +152,7 @@ class _Table:
         actor = self._held if inputs.overlap else 0
         return self._moment(
             "reference suffix", "LEARN", snapshot=self._own, reference_weights=self._reference,
-            reference_boundary=self._reference_held, actor_boundary=actor,
+            reference_boundary=self._reference_held, actor_boundary=actor, vision_features=self._features,
             prefix_activations=self._kept_prefixes if inputs.overlap else 0,
             suffix_activations=activations.scored_suffix(inputs),
         )  # fmt: skip
@@ -177,6 +182,7 @@ class _Table:
 
     def _learning(self, name: str, beside_decode: bool, **own: int) -> Moment:
         common = {"boundary_gradients": self._boundary, "gradients": self._gradients, **own}
+        common["vision_features"] = self._features
         if beside_decode:
             return self._moment(f"decode, {name}", "GENERATE", **{**self._beside_decode(), **common})
         return self._moment(name, "LEARN", snapshot=self._own, actor_boundary=self._held, **common)
@@ -195,6 +201,7 @@ class _Table:
             "reference_weights": self._reference,
             "reference_boundary": self._reference_held,
             "actor_boundary": self._held,
+            "vision_features": self._features,
         }
 
     def _forward(self) -> int:

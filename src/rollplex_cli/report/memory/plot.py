@@ -22,6 +22,7 @@ COLORS = {
     "rollout_workspace": "#b3e2d5",
     "reference_boundary": "#fdf3b4",
     "actor_boundary": "#F0E442",
+    "vision_features": "#e0d98a",
     "boundary_gradients": "#c9bd20",
     "prefix_activations": "#f4c560",
     "suffix_activations": "#E69F00",

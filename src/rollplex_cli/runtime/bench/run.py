@@ -22,7 +22,7 @@ from rollplex_cli.core.names import TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.plan.workloads import WORKLOADS
-from rollplex_cli.profile.schema import ReuseProfile
+from rollplex_cli.profile.sections.reuse import ReuseProfile
 from rollplex_cli.profile.sharing import parse_policy
 from rollplex_cli.runtime.bench.join import join
 from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from rollplex_cli.runtime.executor.schedules import Schedule
 
 NUM_WARM_UP_PAIRS = 1
-NOTHING_REUSED = ReuseProfile(rollout_prefix=False, skip_zero_advantage=False)
+NOTHING_REUSED = ReuseProfile(rollout_prefix=False, vision=False, frozen_vision=False, skip_zero_advantage=False)
 ABLATIONS: dict[str, frozenset[TaskKind]] = {
     "reference-overlap": frozenset({TaskKind.REF_PREFIX, TaskKind.REF_SUFFIX}),
     "actor-overlap": frozenset({TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD}),
     "early-groups": frozenset(),
+    "vision-reuse": frozenset(),
 }
-"""What each leaves out of the overlap."""
+"""What each leaves out of the overlap; the last has every role run its own vision tower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +153,9 @@ def _as_published(profile: Profile) -> Profile:
 
 def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: str = "") -> Variant:
     order = schedule_of(profile, schedule)
+    if ablation == "vision-reuse":
+        reuse = dataclasses.replace(profile.reuse, vision=False, frozen_vision=False)
+        profile = dataclasses.replace(profile, reuse=reuse)
     if ablation == "early-groups":
         order = dataclasses.replace(order, early_groups=False)
     if ablation:

@@ -47,7 +47,8 @@ class Executor:
     Args:
         graph, schedule: what to do, and in which order.
         machine, theta: phase of this rank, account of the weights.
-        bodies: what each kind of task does. DECODE is driven from outside (`begin_decodes`, `complete_decode`).
+        bodies: what each kind of task does. DECODE and PREFILL are driven from outside (`begin_decodes`,
+            `complete_decode`).
         span: makes the event span around a task.
         boundary: called before and after each task (tests inject delays and faults there).
         channel: order of the training group, None where the group is this rank alone.
@@ -241,11 +242,12 @@ class Executor:
                 self._raise_if_stopped()
                 self._changed.wait()
 
-    def complete_decode(self, key: TaskKey) -> None:
-        """The responses of a group are final. Must be called in logical order."""
+    def complete_decode(self, key: TaskKey, fence: Fence | None = None) -> None:
+        """The responses of a group are final, or its prompt is prefilled as soon as the device has reached `fence`.
+        Decodes must be completed in logical order."""
         self._boundary(key, "after")
         self._theta.end_read(str(key))
-        self._complete(key, None)
+        self._complete(key, fence)
 
     def leave_decode(self, key: TaskKey) -> None:
         """The step ends without this group's responses: its decode and everything behind it is cancelled."""

@@ -17,11 +17,15 @@ if TYPE_CHECKING:
 
 LANES: dict[TaskKind, Lane] = {
     TaskKind.DECODE: Lane.ROLLOUT,
+    # The part of a decode after which the rollout has the group's vision features.
+    TaskKind.PREFILL: Lane.ROLLOUT,
     TaskKind.PUBLISH: Lane.ROLLOUT,
     TaskKind.REWARD: Lane.HOST,
     TaskKind.ADVANTAGE: Lane.HOST,
     # With training groups of several ranks this holds a collective, so it keeps to the lane whose order is agreed.
     TaskKind.EXCHANGE: Lane.TRAINER,
+    # For the same reason, and because the trainer's own tower runs there.
+    TaskKind.ENCODE: Lane.TRAINER,
     TaskKind.REF_PREFIX: Lane.TRAINER,
     TaskKind.REF_SUFFIX: Lane.TRAINER,
     TaskKind.ACTOR_PREFIX: Lane.TRAINER,
@@ -30,7 +34,12 @@ LANES: dict[TaskKind, Lane] = {
     TaskKind.UPDATE: Lane.TRAINER,
 }
 
-READS_THETA = frozenset({TaskKind.DECODE, TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD})
+READS_THETA = frozenset(
+    {
+        TaskKind.DECODE, TaskKind.PREFILL, TaskKind.ENCODE,
+        TaskKind.ACTOR_PREFIX, TaskKind.ACTOR_SUFFIX, TaskKind.ACTOR_PREFIX_BACKWARD,
+    }
+)  # fmt: skip
 """Tasks that read theta_k. The reference has weights of its own."""
 
 
@@ -150,9 +159,9 @@ class TaskGraph:
             task.state = TaskState.CANCELLED
 
     def leave_decode(self, key: TaskKey) -> None:
-        """Take a decode that runs out of the step: the one task that can be stopped half-way."""
+        """Take a decode (or the prefill in it) that runs out of the step: what can be stopped half-way."""
         task = self.tasks[key]
-        if key.kind is not TaskKind.DECODE or task.state is not TaskState.RUNNING:
+        if key.kind not in (TaskKind.DECODE, TaskKind.PREFILL) or task.state is not TaskState.RUNNING:
             raise ValueError(f"`{key}` cannot be left while {task.state}")
         task.state = TaskState.CANCELLED
 
@@ -191,6 +200,26 @@ def build_update_graph(groups: Iterable[int]) -> TaskGraph:
     return graph
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedVision:
+    """Vision features that are computed once for several roles."""
+
+    groups: frozenset[int]
+    """The groups that have any; those without media have not."""
+    from_rollout: bool
+    """Whether the rollout's prefill computes them; otherwise the trainer does."""
+    for_reference: bool
+    """Whether they are the reference's too: its tower is the actor's."""
+
+
+def _add_encode(graph: TaskGraph, group: int, vision: SharedVision) -> list[TaskKey]:
+    prefill, encode = TaskKey(TaskKind.PREFILL, group), TaskKey(TaskKind.ENCODE, group)
+    if vision.from_rollout:
+        graph.add(prefill)
+    graph.add(encode, [prefill] if vision.from_rollout else [])
+    return [encode]
+
+
 def build_step_graph(
     groups: Iterable[int],
     *,
@@ -198,6 +227,7 @@ def build_step_graph(
     exchange: bool = False,
     kl_in_reward: bool = False,
     prefix_from_rollout: bool = False,
+    vision: SharedVision | None = None,
     trains: bool = True,
     reserve: Iterable[int] = (),
 ) -> TaskGraph:
@@ -209,6 +239,7 @@ def build_step_graph(
         exchange: whether responses come from other ranks of the training group.
         kl_in_reward: whether advantages need the reference's log-probs, and suffixes do not.
         prefix_from_rollout: whether the actor takes its boundary from the rollout, which has it when it decoded.
+        vision: which groups' vision features are computed once for several roles.
         trains: whether this rank trains; one that does not decodes, hands the responses on and takes the weights.
         reserve: ids of further groups that may be started in place of others (`TaskGraph.reserve`).
     """
@@ -226,11 +257,12 @@ def build_step_graph(
             continue
         reward, advantage = TaskKey(TaskKind.REWARD, g), TaskKey(TaskKind.ADVANTAGE, g)
         graph.add(reward, [final])
-        graph.add(prefix, [final] if prefix_from_rollout else [])
+        encoded = _add_encode(graph, g, vision) if vision is not None and g in vision.groups else []
+        graph.add(prefix, [*encoded, *([final] if prefix_from_rollout else [])])
         needs = [final, advantage, prefix]
         if reference:
             ref_prefix, ref_suffix = TaskKey(TaskKind.REF_PREFIX, g), TaskKey(TaskKind.REF_SUFFIX, g)
-            graph.add(ref_prefix)
+            graph.add(ref_prefix, encoded if vision is not None and vision.for_reference else [])
             graph.add(ref_suffix, [final, ref_prefix])
             if not kl_in_reward:
                 needs.append(ref_suffix)

@@ -28,6 +28,7 @@ _TOWARDS_THE_END = (
     TaskKind.REF_SUFFIX,
     TaskKind.REF_PREFIX,
     TaskKind.ACTOR_PREFIX,
+    TaskKind.ENCODE,
 )
 
 
@@ -51,7 +52,7 @@ class Schedule:
 
     def phases(self, kind: TaskKind) -> frozenset[Phase]:
         """Phases in which a task of this kind may start."""
-        if kind is TaskKind.DECODE:
+        if kind in (TaskKind.DECODE, TaskKind.PREFILL):
             return frozenset({Phase.GENERATE})
         if kind is TaskKind.UPDATE:
             return frozenset({Phase.UPDATE})
@@ -61,7 +62,7 @@ class Schedule:
             return frozenset({Phase.LEARN})
         beside_decode = (
             kind in (TaskKind.REWARD, TaskKind.ADVANTAGE, TaskKind.EXCHANGE)
-            or (kind in _PREFIXES and self.overlap)
+            or ((kind in _PREFIXES or kind is TaskKind.ENCODE) and self.overlap)
             or (kind in _SUFFIXES and self.overlap and self.early_groups)
         )
         beside_decode = beside_decode and kind not in self.never_beside_decode
@@ -82,17 +83,17 @@ class Schedule:
     def _pick_by_role(self, graph: TaskGraph, ready: list[TaskKey]) -> TaskKey | None:
         """All of the reference, then all of the actor, each group by group."""
         reference_done = graph.all_terminal(_REFERENCE)
-        allowed = [k for k in ready if reference_done or k.kind in _REFERENCE]
+        allowed = [k for k in ready if reference_done or k.kind in _REFERENCE or k.kind is TaskKind.ENCODE]
         return self._finish_first(graph, allowed)
 
     def _pick_beside_decode(self, graph: TaskGraph, ready: list[TaskKey], phase: Phase) -> TaskKey | None:
-        """Prefixes first while decode runs (they are what can only be hidden there), reference before actor, then
-        whatever ends a group soonest. Once decode is over all of the reference, so that its weights are gone before
-        the actor's activations come."""
+        """Prefixes first while decode runs (they are what can only be hidden there), reference before actor, each with
+        the vision features it waits for, then whatever ends a group soonest. Once decode is over all of the reference,
+        so that its weights are gone before the actor's activations come."""
         if phase is Phase.GENERATE:
-            for kind in (TaskKind.REF_PREFIX, TaskKind.ACTOR_PREFIX):
+            for kind in (TaskKind.REF_PREFIX, TaskKind.ENCODE, TaskKind.ACTOR_PREFIX):
                 for key in ready:
-                    if key.kind is kind and self._has_slot(graph, key):
+                    if key.kind is kind and (kind is TaskKind.ENCODE or self._has_slot(graph, key)):
                         return key
             return self._finish_first(graph, ready)
         return self._pick_by_role(graph, ready)

@@ -58,6 +58,7 @@ class Decoding:
         self._executor.begin_decodes([_decode(g) for g in self._ids])
         self._team.launches.begin_decode(self._hear)
         own = self._team.own_groups(tasks.inputs)
+        tasks.vision.begin(self._executor, own)
         engine.submit([tasks.request(g, self._ids[g]) for g in own if g not in self._goes_on])
         try:
             while not board.complete and not self._enough():
@@ -80,7 +81,9 @@ class Decoding:
         if progress:
             self._clock += 1
             results = engine.step()
+            tasks.vision.take(self._executor, engine.take_vision(), self._groups)
             for result in results:
+                tasks.vision.close(self._executor, self._groups[result.group])
                 tasks.take(result, _decode(self._groups[result.group]), started)
             if not engine.has_work() and not self._refills.active:
                 # Before the last group is handed over: what follows may need the pool's memory.
@@ -140,6 +143,7 @@ class Decoding:
             self._engine.abort([self._ids[g] for g in waiting])
         self._pool.end()
         for group in waiting:
+            self._tasks.vision.leave(self._executor, group)
             self._executor.leave_decode(_decode(group))
             self._tasks.leave(group, self._ids[group] if keep else None)
 

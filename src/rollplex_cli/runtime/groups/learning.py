@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.split import PrefixState
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.rl.packing import PackedSuffix
+    from rollplex_cli.runtime.records import GroupRecord
 
 
 @dataclass(slots=True, kw_only=True)
@@ -35,6 +36,25 @@ class GroupBatch:
     """[S] bool, True for tokens drawn under older weights; None where none was."""
     old: torch.Tensor | None = None
     """[S] log-probs under the weights that sampled; None until they are known."""
+
+    @classmethod
+    def of(
+        cls,
+        record: GroupRecord,
+        packed: PackedSuffix,
+        advantages: torch.Tensor,
+        reference: torch.Tensor | None,
+        *,
+        mask_truncated: bool,
+    ) -> GroupBatch:
+        """From what the step has recorded of the group; with `mask_truncated` cut responses are not learned from."""
+        mask = None
+        if mask_truncated and "length" in record.finish:
+            kept = torch.tensor([finish != "length" for finish in record.finish])
+            mask = torch.repeat_interleave(kept, torch.tensor(record.lengths))
+        sampled = torch.tensor(record.sampled_logprobs, dtype=torch.float32)
+        stale = torch.tensor(record.stale) if record.stale else None
+        return cls(packed=packed, advantages=advantages, reference=reference, sampled=sampled, mask=mask, stale=stale)
 
 
 class Learner:

@@ -87,6 +87,10 @@ class Team:
         assert self.responses is not None
         return self.responses.run(group, self.replica_of(group), group_size, own)
 
+    def owner_of(self, group: int) -> int:
+        """Global rank that speaks for the replica that decodes a local group id, and trains its training group."""
+        return self.place.training_group * self.topology.train_tp + self.replica_of(group)
+
     def shard(self, plan: ShardPlan) -> Shard | None:
         """The trainer's share of the model; None for all of it."""
         if self.topology.train_tp == 1:

@@ -60,6 +60,17 @@ class Encoded(NamedTuple):
     deepstack: tuple[torch.Tensor, ...] = ()
     """Added at the placeholders behind decoder layers 0, 1, ..."""
 
+    @classmethod
+    def of_columns(cls, columns: torch.Tensor, hidden_size: int) -> Encoded:
+        """From [N / merge^2, text hidden * (1 + features)], as the rollout's tower yields it."""
+        rows, *deepstack = columns.split(hidden_size, dim=1)
+        return cls(rows, tuple(deepstack))
+
+    @property
+    def boundary_bytes(self) -> int:
+        """Size of all of it."""
+        return sum(t.numel() * t.element_size() for t in (self.rows, *self.deepstack))
+
 
 @dataclass(frozen=True, slots=True)
 class VisionLayout:
