@@ -247,7 +247,7 @@ def test_bench_halves_the_ranks_for_disagg_before_anything_runs(
     assert "set `schedule.name` to `rollplex` and add `--baseline disagg`" in "\n".join(lines(capsys)[1])
     four = ["--set", "topology.ranks_per_node=4", "--set", "topology.train_tp=4", "--set", "topology.rollout_tp=4"]
     job = load_profile("tiny", four[1::2])
-    assert bench._halved(job)[2:] == ["topology.train_tp=2", "topology.rollout_tp=2"]
+    assert bench._halved(job)[2:] == ["reuse.vision=false", "topology.train_tp=2", "topology.rollout_tp=2"]
     assert run([*asked, *four]) == 1
     [(first, root)] = supervised.jobs
     assert not first.disaggregated  # type: ignore[attr-defined]

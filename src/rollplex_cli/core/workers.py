@@ -131,6 +131,7 @@ class _Worker:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, setup, arguments), name=name, daemon=True)
         self._process.start()
+        self._closing = threading.Lock()
         theirs.close()
 
     def wait_ready(self) -> None:
@@ -146,10 +147,11 @@ class _Worker:
         return self._answer(timeout_s)
 
     def kill(self) -> None:
-        """End the process whatever it does."""
+        """End the process whatever it does. Any thread, and again: whoever waits for its answer does so, too."""
         self._process.kill()
         self._process.join(5.0)
-        self._pipe.close()
+        with self._closing:
+            self._pipe.close()
 
     def _answer(self, timeout_s: float | None) -> Any:
         try:

@@ -85,11 +85,10 @@ def supervise(profile: Profile, plan: Plan, run: RunFolder, *, on_tick: Callable
     num_ranks = plan.topology.num_ranks
     on_tick = _until_it_is_gone(on_tick)
     with supervised(run, new_record(run)) as (record, requests):
-        port = choose_port(profile.runtime.master_port)
+        choose_port(profile.runtime.master_port)  # a port in use is said before the preparation, which may take minutes
         env = worker_env(profile, os.environ)
         prepare_run(run, env, requests, on_tick)
-        # The port was free before the preparation, which may take minutes: look again.
-        port = choose_port(profile.runtime.master_port or port)
+        port = choose_port(profile.runtime.master_port)
         write_record(run, dataclasses.replace(record, stage="workers"))
         argv = worker_argv(plan, run, Rendezvous(port=port))
         code = run_workers(argv, env, run.launcher_log, run, requests, on_tick)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import signal
 import socket
 import sys
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
 
 LOOPBACK = "127.0.0.1"
+UNASKED_PORTS = range(20_000, 32_768)
+"""Ports that Linux gives to nobody who does not ask for them."""
 WORKER = "rollplex_cli.runtime.worker"
 PREPARE = "rollplex_cli.runtime.prepare"
 MAX_CTAS = "32"
@@ -93,6 +97,11 @@ def choose_port(wanted: int, address: str = LOOPBACK) -> int:
     Raises:
         ClusterError: the wanted port is in use.
     """
+    if not wanted:
+        # Until the launcher listens, a port that the kernel hands out to connections may go to somebody else's.
+        for port in random.sample(UNASKED_PORTS, 32):
+            with contextlib.suppress(ClusterError):
+                return choose_port(port, address)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As the launcher's own listener does: a port whose last connections are merely closing is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -281,7 +281,9 @@ class StepTasks:
 
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
-        self._store.put("reference_boundary", self._engines.reference.prefix(self.inputs[key.group]), key)
+        features = self.vision.of(key, self._store, self.learner.update)
+        state = self._engines.reference.prefix(self.inputs[key.group], features)
+        self._store.put("reference_boundary", state, key)
         return record_fence()
 
     def _ref_suffix(self, key: TaskKey) -> Fence | None:
