@@ -36,8 +36,8 @@ def rise(values: list[int]) -> float:
     return statistics.median(slopes) * (len(values) - 1)
 
 
-def faults_of(rows: list[dict[str, Any]], allowed_share: float, allowed: dict[str, int]) -> list[str]:
-    """What grew in the step ends of one rank; empty if nothing did. `allowed` are bytes by name."""
+def faults_of(rows: list[dict[str, Any]], allowed_share: float, allowed_bytes: int) -> list[str]:
+    """What grew in the step ends of one rank; empty if nothing did."""
     faults = []
     first = rows[0]["regions"]
     for row in rows[1:]:
@@ -46,7 +46,7 @@ def faults_of(rows: list[dict[str, Any]], allowed_share: float, allowed: dict[st
             break
     for name in TOTALS:
         values = [int(row[name]) for row in rows]
-        grown, limit = rise(values), max(allowed[name], allowed_share * values[0])
+        grown, limit = rise(values), max(allowed_bytes, allowed_share * values[0])
         print(
             f"  {name:<13} {format_bytes(values[0]):>10} -> {format_bytes(values[-1]):>10}, "
             f"rise {format_bytes(grown)} (allowed {format_bytes(limit)})"
@@ -63,12 +63,7 @@ def main() -> int:
     parser.add_argument("--after", type=int, default=20, help="steps that may still grow (caches fill)")
     parser.add_argument("--share", type=float, default=0.01, help="rise allowed, as a share of the first value")
     parser.add_argument("--mib", type=float, default=4.0, help="rise allowed at least, in MiB")
-    # The C library gives what was freed back in pieces of up to 64 MiB: a dozen steps may lie between two of them.
-    parser.add_argument("--rss-mib", type=float, help="the same of the resident size alone, for runs of few steps")
     arguments = parser.parse_args()
-    allowed = dict.fromkeys(TOTALS, int(arguments.mib * MIB))
-    if arguments.rss_mib is not None:
-        allowed["rss_bytes"] = int(arguments.rss_mib * MIB)
     ends = [row for row in memory_rows(RunFolder(arguments.run)) if row["phase"] == "PUBLISH"]
     faults = []
     for rank in sorted({row["rank"] for row in ends}):
@@ -77,7 +72,7 @@ def main() -> int:
             faults.append(f"rank {rank}: only {len(rows)} steps after step {arguments.after}")
             continue
         print(f"rank {rank}: steps {rows[0]['step']} to {rows[-1]['step']}, regions {rows[-1]['regions']}")
-        faults += [f"rank {rank}: {fault}" for fault in faults_of(rows, arguments.share, allowed)]
+        faults += [f"rank {rank}: {fault}" for fault in faults_of(rows, arguments.share, int(arguments.mib * MIB))]
     if not ends:
         faults.append(f"no memory was measured in: {arguments.run}")
     for fault in faults:

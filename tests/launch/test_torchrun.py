@@ -8,7 +8,7 @@ import pytest
 
 from rollplex_cli.core.errors import ClusterError
 from rollplex_cli.core.paths import RunFolder
-from rollplex_cli.launch.torchrun import Rendezvous, choose_port, prepare_argv, worker_argv, worker_env
+from rollplex_cli.launch.torchrun import UNASKED_PORTS, Rendezvous, choose_port, prepare_argv, worker_argv, worker_env
 from rollplex_cli.plan.build import build_plan
 from rollplex_cli.profile.load import load_profile
 
@@ -79,3 +79,7 @@ def test_port_in_use_is_named() -> None:
 
 def test_free_port_is_found() -> None:
     assert 1024 < choose_port(0) < 65536
+
+
+def test_a_port_of_no_choice_is_none_that_connections_are_given() -> None:
+    assert {choose_port(0) in UNASKED_PORTS for _ in range(20)} == {True}

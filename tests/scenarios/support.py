@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.paths import RunFolder
 
@@ -94,6 +95,16 @@ def rollplex(
         capture_output=True, text=True, timeout=timeout_s, cwd=cwd, check=False,
         env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200", **(env or {})},
     )  # fmt: skip
+
+
+def run_script(script: Path, *arguments: object, timeout_s: float = 280.0) -> tuple[dict[str, Any], str]:
+    """Run a script in a process of its own: the JSON object on its last line of output, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)],
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.strip().splitlines()[-1])), done.stderr
 
 
 def sets(overrides: Sequence[str]) -> list[str]:

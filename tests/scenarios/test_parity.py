@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios.support import prepare_run
+from scenarios.support import prepare_run, run_script
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -19,15 +16,7 @@ if TYPE_CHECKING:
 def test_rollout_and_trainer_agree_on_text_and_video(prepared: RunFolder, tmp_path: Path) -> None:
     run = prepare_run(tmp_path / "run", prepared)
     script = Path(__file__).parent / "parity.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures = json.loads(done.stdout.strip().splitlines()[-1])
+    figures, _ = run_script(script, run.root, tmp_path, timeout_s=200)
     assert [f["videos"] for f in figures.values()] == [0, 1, 1, 2, 2]
     # Two frames to a temporal step: at 6 fps a third of a second, which a truncated interval would turn into 0.
     assert figures["one video, 6 fps"]["seconds_per_grid"] == [pytest.approx(1 / 3)]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from scenarios.support import prepare_run
+from scenarios.support import prepare_run, run_script
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -22,15 +19,7 @@ STEPS = 20
 def test_twenty_steps_are_bit_equal_under_every_schedule(prepared: RunFolder, tmp_path: Path) -> None:
     run = prepare_run(tmp_path / "run", prepared)
     script = Path(__file__).parent / "schedule_equality.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), str(STEPS)],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])["results"]
+    results = run_script(script, run.root, STEPS, timeout_s=580)[0]["results"]
     reference = results["colocate"]
     # The run learns something: it is no comparison of zeros.
     assert {int(step): found["distinct_losses"] for step, found in reference.items()} == {8: 8, STEPS: STEPS}

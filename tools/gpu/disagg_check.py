@@ -12,22 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    pass
 
-ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 20.0
-"""What a benchmark that is told to stop gets to end its processes."""
+sys.path.insert(0, str(Path(__file__).parent))
+
+from limited import log_ends, run_limited
 
 
 def parse() -> argparse.Namespace:
@@ -71,7 +66,7 @@ def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
         *arguments.sets,
     ]
     profile = "tiny" if arguments.device == "cpu" else "qwen25vl7b"
-    argv = [sys.executable, "-m", "rollplex_cli.cli.main", "bench", "--profile", profile, "--plain"]
+    argv = ["bench", "--profile", profile, "--plain"]
     argv += ["--workload", arguments.workload, "--steps", str(arguments.steps), "--run-dir", str(run_dir)]
     for option, values in (
         ("--baseline", arguments.baseline or ["colocate", "disagg"]),
@@ -89,35 +84,16 @@ def main() -> int:
     run_dir = arguments.out / "run"
     shutil.rmtree(run_dir, ignore_errors=True)
     argv = command(arguments, run_dir)
-    print("$", " ".join(argv), flush=True)
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "120"}
-    started, late = time.monotonic(), threading.Event()
-    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    timer = threading.Timer(arguments.limit, lambda: (late.set(), stop(process)))
-    timer.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(f"{time.monotonic() - started:6.1f} s  {line.rstrip()}", flush=True)
-    code = process.wait()
-    timer.cancel()
+    print("$ rollplex", " ".join(argv), flush=True)
+    ended = run_limited(argv, arguments.limit)
     result = run_dir / "bench_result.json"
     if result.exists():
         kept = arguments.out / f"{arguments.model}-{arguments.workload}-disagg.json"
         shutil.copy(result, kept)
         show(json.loads(kept.read_text(encoding="utf-8")))
-    for name, tail in failures(run_dir) if code or late.is_set() else ():
+    for name, tail in log_ends(run_dir) if ended.code or ended.late else ():
         print(f"== end of {name}\n{tail}", flush=True)
-    return 124 if late.is_set() else code
-
-
-def stop(process: subprocess.Popen[str]) -> None:
-    """Ask the benchmark to end its processes, and insist."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+    return 124 if ended.late else ended.code
 
 
 def show(result: dict[str, object]) -> None:
@@ -129,12 +105,6 @@ def show(result: dict[str, object]) -> None:
         ratios = " ".join(f"{name} {value:.3f}" for name, value in row["ratio"].items())
         print(f"{row['variant']:<20} {row['step_s_median']:.2f} s  {phases}  ratios: {ratios}", flush=True)
         print(f"{'':<20} layout {row['layout']}, peak {row['peak_bytes']} bytes", flush=True)
-
-
-def failures(run_dir: Path) -> Iterator[tuple[str, str]]:
-    """Ends of the logs of a run that did not finish."""
-    for path in sorted(run_dir.glob("**/logs/*.log")):
-        yield str(path), "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
 
 
 if __name__ == "__main__":

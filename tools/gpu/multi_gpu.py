@@ -14,20 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-GRACE_S = 20.0
+sys.path.insert(0, str(Path(__file__).parent))
+
+from limited import log_ends, run_limited
+
 DOES_NOT_FIT = 3
 ABLATIONS = ("no-kv-release", "no-reference-release", "no-snapshot-release", "no-optimizer-chunks")
 
@@ -138,27 +135,14 @@ def run(part: Part, argv: list[str], run_dir: Path, limit_s: float) -> bool:
     """Run one part within its limit and keep what it found. Whether it ended as it should."""
     shutil.rmtree(run_dir, ignore_errors=True)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    env = {**os.environ, "PYTHONPATH": path, "NO_COLOR": "1", "COLUMNS": "120"}
-    program, begun = [sys.executable, "-m", "rollplex_cli.cli.main", *argv], time.monotonic()
-    process = subprocess.Popen(program, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
-    timer = threading.Timer(limit_s, lambda: stop(process))
-    timer.start()
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:
-        lines.append(line)
-        if part.keeps:
-            print(f"{time.monotonic() - begun:6.1f} s  {line.rstrip()}", flush=True)
-    code = process.wait()
-    timer.cancel()
+    ended = run_limited(argv, limit_s, show=bool(part.keeps))
     kept = run_dir.parent / f"{run_dir.name}.json"
     if not part.keeps:
-        kept.write_text("".join(lines), encoding="utf-8")
+        kept.write_text("".join(ended.lines), encoding="utf-8")
     elif (run_dir / part.keeps).exists():
         kept.write_text(found(run_dir / part.keeps), encoding="utf-8")
-    good = code == part.ends_with
-    print(f"== {part.name}: exit code {code} after {time.monotonic() - begun:.0f} s", flush=True)
+    good = ended.code == part.ends_with
+    print(f"== {part.name}: exit code {ended.code} after {ended.seconds:.0f} s", flush=True)
     if not good:
         show_failure(run_dir)
     return good
@@ -187,23 +171,13 @@ def window_efficiency(result: dict[str, Any]) -> float | None:
     return float((apart["GENERATE"] + gained) / beside["GENERATE"])
 
 
-def stop(process: subprocess.Popen[str]) -> None:
-    """Ask the command to end its processes, and insist."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-
-
 def show_failure(run_dir: Path) -> None:
     """What every rank waited for, and the ends of their logs."""
     for path in sorted(run_dir.glob("**/status/*.json")):
         status = json.loads(path.read_text(encoding="utf-8"))
         print(f"== {path.name}: {status.get('message')}", *status.get("waiting", []), sep="\n   ", flush=True)
-    for path in sorted(run_dir.glob("**/logs/*.log")):
-        tail = "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
-        print(f"== end of {path}\n{tail}", flush=True)
+    for name, tail in log_ends(run_dir):
+        print(f"== end of {name}\n{tail}", flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ STOPPED = (-signal.SIGTERM, -signal.SIGUSR2, -signal.SIGINT)
 """Exit codes of a rank that was asked to stop while it was still being loaded."""
 MAX_RANKS_SHOWN = 8
 BETWEEN_WAITS = "waiting for nothing"
+"""Of a rank that last spoke between two waits."""
 
 
 def read_statuses(run: RunFolder, num_ranks: int) -> list[RankStatus | None]:

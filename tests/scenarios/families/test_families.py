@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from scenarios.support import run_script
 
 from rollplex_cli.plan.model import load_shape
 
@@ -21,13 +19,7 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script, folder = Path(__file__).parent / "train_and_export.py", tmp_path_factory.mktemp("families")
-    done = subprocess.run(
-        [sys.executable, str(script), str(prepared.root), str(folder)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    return run_script(script, prepared.root, folder)[0]
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen2vl", "tiny-qwen3vl"])

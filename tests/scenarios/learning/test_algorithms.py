@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from scenarios.support import prepare_run, run_script
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -19,17 +17,9 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from scenarios.support import prepare_run
-
     run = prepare_run(tmp_path_factory.mktemp("algorithms") / "run", prepared, "optimizer.lr=3e-3")
     script = Path(__file__).parent / "algorithms.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), str(STEPS)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])["results"]
+    found: dict[str, Any] = run_script(script, run.root, STEPS)[0]["results"]
     return found
 
 

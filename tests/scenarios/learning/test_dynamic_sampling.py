@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from scenarios.support import run_script
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -20,13 +18,8 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     script, folder = Path(__file__).parent / "dynamic_sampling.py", tmp_path_factory.mktemp("dynamic")
-    done = subprocess.run(
-        [sys.executable, str(script), str(prepared.root), str(folder)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return {**found, "log": done.stderr}
+    found, said = run_script(script, prepared.root, folder)
+    return {**found, "log": said}
 
 
 def groups_of(result: dict[str, Any], step: int) -> list[list[float]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from scenarios.support import prepare_run, run_script
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -19,22 +17,14 @@ pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def results(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from scenarios.support import prepare_run
-
     settings = (
         "rollout.max_new_tokens=48", "optimizer.lr=1e-3", "data.max_prompt_tokens=256",
         "schedule.prefix_activations=recompute",
     )  # fmt: skip
     run = prepare_run(tmp_path_factory.mktemp("tail") / "run", prepared, *settings)
     script = Path(__file__).parent / "long_tail.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), str(STEPS)],
-        capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    print(done.stderr[-400:])
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found, said = run_script(script, run.root, STEPS)
+    print(said[-400:])
     return found
 
 

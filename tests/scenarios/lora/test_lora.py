@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from safetensors.torch import load_file
-from scenarios.support import prepare_run, rollplex, sets, small
+from scenarios.support import prepare_run, rollplex, run_script, sets, small
 
 from rollplex_cli.core.paths import RunFolder
 
@@ -108,11 +106,7 @@ def test_schedules_give_the_same_bits(prepared: RunFolder, reward: Path, tmp_pat
         "optimizer.lr=1e-2", "algorithm.kl_coef=0.01",
     )  # fmt: skip
     script = Path(__file__).parents[1] / "schedule_equality.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), "4"], capture_output=True, text=True, timeout=580, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    results = json.loads(done.stdout.strip().splitlines()[-1])["results"]
+    results = run_script(script, run.root, 4, timeout_s=580)[0]["results"]
     expected = results["colocate"]
     assert expected["4"]["distinct_losses"] == 4 and expected["4"]["diff_max"] < 1e-5
     for name, result in results.items():

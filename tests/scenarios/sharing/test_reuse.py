@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scenarios.support import prepare_run
+from scenarios.support import prepare_run, run_script
 
 from rollplex_cli.core.paths import RunFolder
 
@@ -21,15 +18,7 @@ def run(root: Path, prepared: RunFolder, *overrides: str) -> dict[str, Any]:
     """The results of every case of the script, from a job with these settings."""
     run = prepare_run(root, prepared, "schedule.prefix_activations=recompute", *overrides)
     script = Path(__file__).with_name("reuse_equality.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root), str(STEPS)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+    return run_script(script, run.root, STEPS, timeout_s=240)[0]
 
 
 @pytest.fixture(scope="module")

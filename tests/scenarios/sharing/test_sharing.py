@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from scenarios.support import adopt, small
+from scenarios.support import adopt, run_script, small
 
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.profile.dump import resolved_yaml
@@ -25,11 +22,7 @@ def test_auto_measures_at_the_runs_batches_and_then_steps(
     run.profile.write_text(resolved_yaml(load_profile("tiny", small("schedule.calibration_s=0.2"))), encoding="utf-8")
     adopt(run, prepared)
     script = Path(__file__).with_name("calibrate_on_cpu.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(run.root)], capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found, _ = run_script(script, run.root, timeout_s=240)
     assert found["batches"] == [8, 16]
     assert len(found["efficiencies"]) == 6 and min(found["efficiencies"]) > 0
     assert [choice["batch"] for choice in found["choices"]] == [8, 16]
