@@ -230,7 +230,7 @@ def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
     [(job, root)] = supervised.jobs
     assert (job.target, job.runtime.max_steps) == (None, 2 * (1 + 4))  # type: ignore[attr-defined]
     request = json.loads((root / "bench.json").read_text())
-    expected = {"baselines": ["colocate"], "steps": 4, "workload": None, "policies": [], "ablations": []}
+    expected = {"baselines": ["colocate"], "steps": 4, "workloads": [], "policies": [], "ablations": []}
     assert request == expected
 
 

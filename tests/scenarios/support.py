@@ -8,10 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.launch.torchrun import LOOPBACK, choose_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -78,11 +80,11 @@ def adopt(run: RunFolder, source: RunFolder) -> None:
 
 
 @contextlib.contextmanager
-def open_test_rank(run: RunFolder) -> Iterator[Rank]:
-    """The run's only rank with its real engines, in this process."""
+def open_test_rank(run: RunFolder, rank_id: int = 0) -> Iterator[Rank]:
+    """A rank of the run with its real engines, in this process."""
     from rollplex_cli.runtime.assembly.build import open_control, open_rank
 
-    with open_control(run, 0) as (control, machine), open_rank(run, control, machine) as rank:
+    with open_control(run, rank_id) as (control, machine), open_rank(run, control, machine) as rank:
         yield rank
 
 
@@ -99,12 +101,33 @@ def rollplex(
 
 def run_script(script: Path, *arguments: object, timeout_s: float = 280.0) -> tuple[dict[str, Any], str]:
     """Run a script in a process of its own: the JSON object on its last line of output, and its stderr."""
-    done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
-        capture_output=True, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(json.loads(done.stdout.strip().splitlines()[-1])), done.stderr
+    [found] = run_script_on_ranks(1, script, *arguments, timeout_s=timeout_s)
+    return found
+
+
+def run_script_on_ranks(
+    num_ranks: int, script: Path, *arguments: object, timeout_s: float = 280.0
+) -> list[tuple[dict[str, Any], str]]:
+    """As `run_script` in a process for each rank, with the variables that torchrun sets for several."""
+    several = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(choose_port(0))}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *map(str, arguments)],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, **({**several, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {})},
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    found, ends_at = [], time.monotonic() + timeout_s
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=ends_at - time.monotonic())
+            assert process.returncode == 0, err[-3000:]
+            found.append((dict(json.loads(out.strip().splitlines()[-1])), err))
+    finally:
+        for process in processes:
+            process.kill()
+    return found
 
 
 def sets(overrides: Sequence[str]) -> list[str]:

@@ -1,11 +1,11 @@
-"""One workload on the GPUs of one node, `rollplex` against `colocate` and `disagg`, in one call.
+"""Workloads on the GPUs of one node, `rollplex` against `colocate` and `disagg`, in one call.
 
     python tools/gpu/disagg_check.py --workload llava-video --out results/
     python tools/gpu/disagg_check.py --model tiny --device cpu --workload star --steps 1 --prompts 4 --out /tmp/results
 
 It is `rollplex bench --baseline colocate --baseline disagg` with the settings of a benchmark. The engines are built
 twice: co-located on every GPU, then with half of the GPUs to decode and half to train. OUT/run is the run folder, and
-OUT/MODEL-WORKLOAD-disagg.json the result; where `--limit` ends the second part, the first part's result is there.
+OUT/MODEL-WORKLOAD-disagg.json the result of each; where `--limit` ends the second part, the first part's is there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,6 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--train-tp", type=int, help="of the co-located engines [default: the number of GPUs]")
-    parser.add_argument("--workload", required=True)
+    parser.add_argument("--workload", action="append", required=True, help="repeatable")
     parser.add_argument("--policy", action="append", default=[])
     parser.add_argument("--baseline", action="append", default=[])
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each schedule, after one of warm-up")
@@ -67,8 +63,9 @@ def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
     ]
     profile = "tiny" if arguments.device == "cpu" else "qwen25vl7b"
     argv = ["bench", "--profile", profile, "--plain"]
-    argv += ["--workload", arguments.workload, "--steps", str(arguments.steps), "--run-dir", str(run_dir)]
+    argv += ["--steps", str(arguments.steps), "--run-dir", str(run_dir)]
     for option, values in (
+        ("--workload", arguments.workload),
         ("--baseline", arguments.baseline or ["colocate", "disagg"]),
         ("--policy", arguments.policy),
         ("--set", overrides),
@@ -86,14 +83,24 @@ def main() -> int:
     argv = command(arguments, run_dir)
     print("$ rollplex", " ".join(argv), flush=True)
     ended = run_limited(argv, arguments.limit)
-    result = run_dir / "bench_result.json"
-    if result.exists():
-        kept = arguments.out / f"{arguments.model}-{arguments.workload}-disagg.json"
-        shutil.copy(result, kept)
-        show(json.loads(kept.read_text(encoding="utf-8")))
+    keep(run_dir, arguments)
     for name, tail in log_ends(run_dir) if ended.code or ended.late else ():
         print(f"== end of {name}\n{tail}", flush=True)
     return 124 if ended.late else ended.code
+
+
+def keep(run_dir: Path, arguments: argparse.Namespace) -> None:
+    """Copy what was measured, a file per workload: of the first part, and of the second as far as it came."""
+    found = {}
+    for path in (run_dir / "bench_result.json", run_dir / "disagg" / "bench_result.json"):
+        if path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found |= result.get("workloads", {result["results"][0]["workload"]: result})
+    for workload, result in found.items():
+        kept = arguments.out / f"{arguments.model}-{workload}-disagg.json"
+        kept.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        print(f"== {workload}", flush=True)
+        show(result)
 
 
 def show(result: dict[str, object]) -> None:
@@ -102,7 +109,11 @@ def show(result: dict[str, object]) -> None:
     assert isinstance(rows, list)
     for row in rows:
         phases = " ".join(f"{name} {seconds:.2f}" for name, seconds in row["phase_s"].items())
-        ratios = " ".join(f"{name} {value:.3f}" for name, value in row["ratio"].items())
+        ends = row["ratio_ci95"]
+        ratios = "; ".join(
+            f"{name} {value:.3f}" + (" [{:.3f}, {:.3f}]".format(*ends[name]) if ends[name] else "")
+            for name, value in row["ratio"].items()
+        )
         print(f"{row['variant']:<20} {row['step_s_median']:.2f} s  {phases}  ratios: {ratios}", flush=True)
         print(f"{'':<20} layout {row['layout']}, peak {row['peak_bytes']} bytes", flush=True)
 

@@ -101,7 +101,7 @@ def measure(arguments: argparse.Namespace, run: RunFolder, started: float) -> No
             request = {
                 "baselines": arguments.baseline or ["colocate"],
                 "steps": arguments.steps,
-                "workload": workload,
+                "workloads": [workload],
                 "policies": arguments.policy or ["auto"],
             }
             run.bench.write_text(json.dumps(request), encoding="utf-8")

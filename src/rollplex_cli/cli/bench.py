@@ -61,8 +61,10 @@ def bench(
     baseline: Annotated[list[Baseline] | None, typer.Option("--baseline", help="Repeatable.")] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps of each schedule.")] = 10,
     workload: Annotated[
-        WorkloadName | None,
-        typer.Option("--workload", help="Prompt and response lengths [default: the task's prompts, even lengths]."),
+        list[WorkloadName] | None,
+        typer.Option(
+            "--workload", help="Prompt and response lengths; repeatable [default: the task's prompts, even lengths]."
+        ),
     ] = None,
     policy: Annotated[
         list[str] | None,
@@ -98,11 +100,13 @@ def bench(
         # Before anything runs: what cannot be halved is said at once.
         apart = options.load(profile, [*overrides, *_halved(job)])
         options.require_fit(apart[1], machine)
-    job = _bench_job(job, len(set(names)) + max(1, len(policies)) + len(ablate or []), steps)
+    workloads = list(dict.fromkeys(str(name) for name in workload or []))
+    variants = len(set(names)) + max(1, len(policies)) + len(ablate or [])
+    job = _bench_job(job, variants * max(1, len(workloads)), steps)
     request = {
         "baselines": names,
         "steps": steps,
-        "workload": workload and str(workload),
+        "workloads": workloads,
         "policies": policies,
         "ablations": [str(name) for name in ablate or []],
     }
@@ -119,7 +123,8 @@ def bench(
             "ablations": [],
             "beside": str(run.bench_result.resolve()),
         }
-        result = _measure_apart(_bench_job(apart[0], 1, steps), apart[1], run, request, plain=plain or as_json)
+        apart_job = _bench_job(apart[0], max(1, len(workloads)), steps)
+        result = _measure_apart(apart_job, apart[1], run, request, plain=plain or as_json)
     if as_json:
         print_json(result)
     else:

@@ -35,7 +35,11 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
         _workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads
     ]
     facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
-    facts += _update(result)
+    parts = result.get("workloads")
+    if isinstance(parts, dict):
+        facts += [f"{name}: {fact}" for name, part in parts.items() for fact in _update(part)]
+    else:
+        facts += _update(result)
     return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
 
 

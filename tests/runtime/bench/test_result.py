@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 
+from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.runtime.bench.join import merge, of_workload
 from rollplex_cli.runtime.bench.result import ratio_interval
 
 
@@ -34,3 +37,19 @@ def test_it_holds_the_truth_nineteen_times_in_twenty(pairs: int) -> None:
         low, high = ratio_interval([1.1 * math.exp(rng.gauss(0, 0.03)) for _ in range(pairs)]) or (0.0, 0.0)
         inside += low < 1.1 < high
     assert 0.94 < inside / trials < 0.972
+
+
+def test_results_of_workloads_are_merged_and_found_again() -> None:
+    def result(workload: str) -> dict[str, Any]:
+        row = {"workload": workload, "variant": "rollplex"}
+        return {"results": [row], "hardware": "h", "commit": "c", "raw": {"rollplex": [workload]}}
+
+    one, two = result("star"), result("math")
+    assert merge([one]) == one
+    merged = merge([one, two])
+    assert merged["results"] == one["results"] + two["results"]
+    assert (merged["hardware"], "raw" in merged) == ("h", False)
+    assert of_workload(merged, "math") == two
+    assert of_workload(one, "star") == one
+    with pytest.raises(RunFailedError, match="no workload `clevrer`, only star, math"):
+        of_workload(merged, "clevrer")

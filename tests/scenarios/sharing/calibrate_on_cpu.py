@@ -1,11 +1,12 @@
 """Calibration over real engines, with streams that do nothing: prints what was measured and decided.
 
-Run by test_sharing.py as `python calibrate_on_cpu.py RUN_DIR`.
+Run by test_sharing.py as `python calibrate_on_cpu.py RUN_DIR`, with torchrun's variables where there are several ranks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, cast
@@ -38,14 +39,15 @@ class NoStreams:
 
 def main() -> None:
     """Print one JSON object."""
-    with open_test_rank(RunFolder(Path(sys.argv[1]))) as rank:
+    own = int(os.environ.get("RANK", "0"))
+    with open_test_rank(RunFolder(Path(sys.argv[1])), own) as rank:
         streams: Any = NoStreams()
         rank.sharing = Sharing(parse_policy("auto"), cast("Any", streams), 132)
         inputs = [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(0)]
         found = calibrate(rank, inputs)
         calibrated = len(streams.entered)
         row = run_step(rank, 1, inputs, schedule_from("rollplex", early_groups=True, prefixes_in_flight=0)).row
-        written = json.loads(rank.run.sharing(0).read_text())
+        written = json.loads(rank.run.sharing(own).read_text())
     result = {
         "batches": sorted({m.batch for m in found}),
         "efficiencies": [m.efficiency for m in found],

@@ -1,4 +1,4 @@
-"""Two results of one benchmark, whose schedules need engines built differently, as one."""
+"""Several results of one benchmark as one: of workloads, and of schedules that need engines built differently."""
 
 from __future__ import annotations
 
@@ -8,9 +8,33 @@ from rollplex_cli.core.errors import RunFailedError
 from rollplex_cli.runtime.bench.result import compare
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 SAME_WORK = ("prompt_tokens", "response_tokens_mean")
+SHARED = ("hardware", "ranks", "model", "pairs", "commit", "command")
+"""What the results of all workloads of a benchmark have in common."""
+
+
+def merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One result as it is; several with all their rows, and each whole under `workloads`, by the workload's name."""
+    if len(results) == 1:
+        return dict(results[0])
+    shared = {key: results[0][key] for key in SHARED if key in results[0]}
+    rows = [row for result in results for row in result["results"]]
+    return {**shared, "results": rows, "workloads": {result["results"][0]["workload"]: result for result in results}}
+
+
+def of_workload(merged: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The result of one workload among those that `merge` put together; empty where it has none.
+
+    Raises:
+        RunFailedError: it has others only.
+    """
+    if "workloads" not in merged:
+        return merged
+    if name not in merged["workloads"]:
+        raise RunFailedError(f"the result to join has no workload `{name}`, only {', '.join(merged['workloads'])}")
+    return dict(merged["workloads"][name])
 
 
 def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,10 +27,9 @@ GEMM_SIZE, GEMM_TIMES = 8192, 20
 
 
 def build_result(
-    rank: Rank, variants: Sequence[Variant], rows: Rows, request: dict[str, Any], measured: Sequence[Measurement]
+    rank: Rank, variants: Sequence[Variant], rows: Rows, workload: str, measured: Sequence[Measurement]
 ) -> dict[str, Any]:
-    """The contents of bench_result.json."""
-    workload = str(request.get("workload") or rank.profile.name)
+    """The contents of bench_result.json for one workload."""
     bound = _bound_s(rank, rows)
     efficiency = {m.batch: max(o.efficiency for o in measured if o.batch == m.batch) for m in measured}
     return {

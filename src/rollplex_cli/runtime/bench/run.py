@@ -24,7 +24,7 @@ from rollplex_cli.engines.inputs import build_prompt_input
 from rollplex_cli.plan.workloads import WORKLOADS
 from rollplex_cli.profile.sections.reuse import ReuseProfile
 from rollplex_cli.profile.sharing import parse_policy
-from rollplex_cli.runtime.bench.join import join
+from rollplex_cli.runtime.bench.join import join, merge, of_workload
 from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
 from rollplex_cli.runtime.bench.result import build_result
 from rollplex_cli.runtime.executor.schedules import schedule_of
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.assembly.rank import Rank
     from rollplex_cli.runtime.executor.schedules import Schedule
+    from rollplex_cli.runtime.sharing.calibrate import Measurement
 
 NUM_WARM_UP_PAIRS = 1
 NOTHING_REUSED = ReuseProfile(rollout_prefix=False, vision=False, frozen_vision=False, skip_zero_advantage=False)
@@ -61,39 +62,59 @@ class Variant:
 
 
 def run_bench(rank: Rank) -> None:
-    """Measure the profile's schedule against what the run folder's request names, and write the result.
+    """Measure the profile's schedule against what the run folder's request names, and write the result: after every
+    workload that of all so far.
 
     Raises:
         UsageError: an unknown baseline, workload or ablation.
         RunFailedError: a result to join whose work was another.
     """
     request = read_json(rank.run.bench) or {}
-    workload = _workload(request)
-    if workload is not None:
-        rank.engines = dataclasses.replace(rank.engines, scorer=CoinFlips(rank.profile.rollout.group_size))
+    workloads = [_workload(name) for name in request.get("workloads") or [None]]
     variants = _variants(rank.profile, request)
+    beside = read_json(Path(request["beside"])) or {} if "beside" in request else None
+    scorer, results = rank.engines.scorer, []
+    number = 0
+    for workload in workloads:
+        rank.engines = dataclasses.replace(
+            rank.engines, scorer=scorer if workload is None else CoinFlips(rank.profile.rollout.group_size)
+        )
+        rows, measured = _measure(rank, variants, workload, int(request.get("steps", 8)), number)
+        number += len(variants) * (NUM_WARM_UP_PAIRS + int(request.get("steps", 8)))
+        if rank.peers.rank == 0:
+            name = rank.profile.name if workload is None else workload.name
+            result = build_result(rank, variants, rows, name, measured)
+            results.append(result if beside is None else join(of_workload(beside, name), result))
+            write_atomic(rank.run.bench_result, json.dumps(merge(results), indent=2) + "\n")
+
+
+def _measure(
+    rank: Rank, variants: list[Variant], workload: Workload | None, pairs: int, steps_before: int
+) -> tuple[dict[str, list[dict[str, Any]]], list[Measurement]]:
+    """Rows of each variant, and what `auto` decided by."""
     rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     measured = []
     if any(parse_policy(variant.policy).measured for variant in variants):
         measured = calibrate(rank, _inputs(rank, workload, 0))
-    number = 0
-    for pair in range(NUM_WARM_UP_PAIRS + int(request.get("steps", 8))):
+    number = steps_before
+    for pair in range(NUM_WARM_UP_PAIRS + pairs):
         inputs = _inputs(rank, workload, pair)
         lengths = {g: _lengths(rank, workload, pair, g) for g in range(len(inputs))}
         for variant in variants if pair % 2 == 0 else reversed(variants):
             number += 1
-            row = _step(rank, number, variant, inputs, lengths)
+            row = _step(rank, number, variant, inputs, lengths, workload)
             if pair >= NUM_WARM_UP_PAIRS:
                 rows[variant.name].append(row)
-    if rank.peers.rank == 0:
-        result = build_result(rank, variants, rows, request, measured)
-        if "beside" in request:
-            result = join(read_json(Path(request["beside"])) or {}, result)
-        write_atomic(rank.run.bench_result, json.dumps(result, indent=2) + "\n")
+    return rows, measured
 
 
 def _step(
-    rank: Rank, number: int, variant: Variant, inputs: list[PromptInput], lengths: dict[int, list[int]]
+    rank: Rank,
+    number: int,
+    variant: Variant,
+    inputs: list[PromptInput],
+    lengths: dict[int, list[int]],
+    workload: Workload | None,
 ) -> dict[str, Any]:
     rank.control.step = number
     rank.sharing.follow(parse_policy(variant.policy))
@@ -116,7 +137,8 @@ def _step(
     }
     if rank.peers.rank == 0:
         with rank.run.metrics.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps({**row, "schedule": variant.schedule, "variant": variant.name}) + "\n")
+            which = {"workload": workload and workload.name, "schedule": variant.schedule, "variant": variant.name}
+            stream.write(json.dumps({**row, **which}) + "\n")
     return row
 
 
@@ -163,8 +185,7 @@ def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: 
     return Variant(name=name, schedule=schedule, policy=policy, profile=profile, order=order)
 
 
-def _workload(request: dict[str, Any]) -> Workload | None:
-    name = request.get("workload")
+def _workload(name: str | None) -> Workload | None:
     if name is None:
         return None
     if name not in WORKLOADS:

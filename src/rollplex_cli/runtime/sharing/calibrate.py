@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
+import statistics
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -38,7 +40,8 @@ BATCHES = (8, 32)
 MAX_TOKENS = 4096
 STEADY_STEPS = 10
 """Decode steps of the full batch before measuring."""
-
+IN_FLIGHT = 2
+"""Prefixes launched before the first of them is waited for."""
 
 _NO_POWER: tuple[float | None, int | None] = (None, None)
 
@@ -63,17 +66,24 @@ class Measurement:
 def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     """Measure with the run's own engines, between steps, and let `auto` decide by it; nothing on a CPU.
 
-    The rollout's caches are empty afterwards. Results are in the run folder's `sharing.json`.
+    All ranks measure at once, and decide by the mean of what they found: one choice for all of them. The rollout's
+    caches are empty afterwards. Results are in the run folder's `sharing.json`.
+
+    Args:
+        rank: this rank; nothing is measured where its rollout replica has several ranks, whose decode steps would have
+            to be counted out, too, or where it does not both decode and train.
+        inputs: prompts of a step of the training group, at least one.
     """
-    seconds, sharing = rank.profile.schedule.calibration_s, rank.sharing
-    if sharing.streams is None or not seconds or rank.team.channel is not None:
-        # Ranks of one training group would have to take the same number of measurements.
+    seconds, sharing, topology = rank.profile.schedule.calibration_s, rank.sharing, rank.team.topology
+    if sharing.streams is None or not seconds or topology.rollout_tp > 1 or topology.disaggregated:
         return []
     prompt = max(inputs, key=lambda i: i.num_tokens)
-    largest = min(rank.profile.rollout.max_running_requests, len(inputs) * rank.profile.rollout.group_size)
+    decoding = max(1, len(inputs) // topology.replicas_per_group) * rank.profile.rollout.group_size
+    largest = min(rank.profile.rollout.max_running_requests, decoding)
     probe = _Probe(rank, prompt, seconds)
     alone = probe.prefix_rate(0)
     found = [m for batch in sorted({*(b for b in BATCHES if b < largest), largest}) for m in probe.batch(batch, alone)]
+    found = _agreed(rank, found)
     job = rank.rollout_lane.submit(rank.engines.rollout.publish)
     rank.control.await_future(job, "emptying the rollout's caches")
     sharing.decide([best_choice([m for m in found if m.batch == batch]) for batch in {m.batch for m in found}])
@@ -95,12 +105,24 @@ def best_choice(measured: Sequence[Measurement]) -> Choice:
     )
 
 
+def _agreed(rank: Rank, found: Sequence[Measurement]) -> list[Measurement]:
+    """This rank's measurements with the mean efficiency of all ranks."""
+    own = {"efficiency": [m.efficiency for m in found]}
+    every = rank.peers.meet("what sharing gains", own, rank.control.tick)
+    means = [statistics.fmean(values) for values in zip(*(theirs["efficiency"] for theirs in every), strict=True)]
+    return [replace(m, efficiency=mean) for m, mean in zip(found, means, strict=True)]
+
+
 class _Probe:
-    """Decode and prefixes of one prompt on the rank's lanes."""
+    """Decode and prefixes of one prompt on the rank's lanes.
+
+    Ranks of a training group meet in every prefix: each takes as many of them as the others, a number agreed on before.
+    """
 
     def __init__(self, rank: Rank, prompt: PromptInput, seconds: float) -> None:
         self._rank, self._prompt, self._seconds = rank, prompt, seconds
         self._steps = 0
+        self._count = 0
         self._full = threading.Event()
         self._stop = threading.Event()
 
@@ -112,6 +134,7 @@ class _Probe:
         try:
             while not self._full.wait(0.1) and not job.done():
                 self._rank.control.tick()
+            self._meet("decode at its full batch", {})
             decode_alone = self._decode_rate(lambda: time.sleep(self._seconds))
             return [self._measure(batch, sms, decode_alone, prefix_alone) for sms in CANDIDATES]
         finally:
@@ -146,22 +169,30 @@ class _Probe:
 
     def prefix_rate(self, reserved_sms: int) -> float:
         """Prefixes a second on the trainer lane, while whatever runs beside it runs."""
-        job = self._rank.trainer_lane.submit(partial(self._prefixes, reserved_sms))
+        if not self._count:
+            rates = self._meet("prefixes a second", {"rate": self._run_prefixes(0, IN_FLIGHT)})
+            self._count = max(IN_FLIGHT, math.ceil(self._seconds / 2 * max(theirs["rate"] for theirs in rates)))
+        return self._run_prefixes(reserved_sms, self._count)
+
+    def _run_prefixes(self, reserved_sms: int, count: int) -> float:
+        job = self._rank.trainer_lane.submit(partial(self._prefixes, reserved_sms, count))
         return self._rank.control.await_future(job, "measuring prefixes")
 
-    def _prefixes(self, reserved_sms: int) -> float:
+    def _meet(self, name: str, value: dict[str, float]) -> list[dict[str, float]]:
+        return self._rank.peers.meet(f"calibration: {name}", value, self._rank.control.tick)
+
+    def _prefixes(self, reserved_sms: int, count: int) -> float:
         actor, streams = self._rank.engines.actor, self._rank.sharing.streams
         assert streams is not None
         streams.enter(reserved_sms)
         actor.prefix(self._prompt).release()
         streams.synchronize()
-        started, count = time.monotonic(), 0
-        while time.monotonic() - started < self._seconds:
-            # Two in flight: the device never waits for Python, and Python never runs far ahead.
-            for _ in range(2):
-                actor.prefix(self._prompt).release()
-                count += 1
-            streams.synchronize()
+        started = time.monotonic()
+        for number in range(1, count + 1):
+            actor.prefix(self._prompt).release()
+            # A few in flight: the device never waits for Python, and Python never runs far ahead.
+            if number % IN_FLIGHT == 0 or number == count:
+                streams.synchronize()
         rate = count / (time.monotonic() - started)
         streams.enter(0)
         return rate
