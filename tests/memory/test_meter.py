@@ -12,7 +12,8 @@ from rollplex_cli.memory.meter import CONTEXT, PYTORCH, PhaseMeter, heap_bytes, 
 
 
 def test_a_phase_has_the_peak_of_its_intervals_and_the_next_begins_with_what_is_left(driver: Any) -> None:
-    manager = MemoryManager(driver, budget_bytes=64 * MIB, host_budget_bytes=0)
+    # On a GPU its context, hundreds of MiB, counts.
+    manager = MemoryManager(driver, budget_bytes=4096 * MIB, host_budget_bytes=0)
     meter = PhaseMeter(manager)
     for name, size in (("rollout_kv", 8), ("gradients", 6), ("snapshot", 2)):
         manager.region(name, size * MIB)

@@ -127,6 +127,7 @@ KEYS = {
     "schedule.name",
     "schedule.policy",
     "schedule.prefix_activations",
+    "schedule.prefix_kept_tokens",
     "schedule.prefixes_in_flight",
     "schedule.suffix_kept_layers",
     "target.reward_mean",

@@ -159,6 +159,8 @@ def train(arguments: argparse.Namespace, profile: Any, work: list[list[tuple[int
             if cuda:
                 torch.cuda.synchronize()
             ends.append(time.monotonic())
+            if len(ends) > 1:
+                print(f"step {len(ends)}: {ends[-1] - ends[-2]:.2f} s", flush=True)
 
     rng = random.Random(0)
     texts = [" ".join(f"w{rng.choice(WORDS)}" for _ in range(tokens)) for groups in work for tokens, _ in groups]

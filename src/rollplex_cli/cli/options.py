@@ -39,25 +39,30 @@ def load_for(name: str, overrides: list[str] | None, site: Site | None) -> tuple
         profile, plan, _machine = load(name, overrides)
         return profile, plan
     from rollplex_cli.plan.build import build_plan
+    from rollplex_cli.plan.kept import with_kept_prefixes
     from rollplex_cli.profile.load import load_profile
 
     profile = load_profile(name, overrides or [])
     if profile.topology.device == "auto":
         profile = _with_device(profile, "cuda" if site.node.gpus else "cpu")
-    return profile, build_plan(profile)
+    plan = build_plan(profile)
+    return with_kept_prefixes(profile, plan.memory_inputs), plan
 
 
 def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine]:
     """The profile with its device decided, its plan, and this machine."""
     from rollplex_cli.launch.machine import detect_machine
     from rollplex_cli.plan.build import build_plan
+    from rollplex_cli.plan.kept import with_kept_prefixes
     from rollplex_cli.profile.load import load_profile
 
     profile = _anchored(load_profile(name, overrides or []))
     machine = detect_machine(look_for_gpus=profile.topology.device != "cpu")
     if profile.topology.device == "auto":
         profile = _with_device(profile, "cuda" if machine.gpu_bytes else "cpu")
-    return profile, build_plan(profile), machine
+    gpus = machine.gpu_bytes[: profile.topology.ranks_per_node] if profile.topology.device == "cuda" else ()
+    plan = build_plan(profile, min(gpus, default=None))
+    return with_kept_prefixes(profile, plan.memory_inputs), plan, machine
 
 
 def _with_device(profile: Profile, device: Literal["cpu", "cuda"]) -> Profile:

@@ -31,7 +31,7 @@ HANDLES_PER_REGION = 16
 def handle_bytes_for(region_bytes: int) -> int:
     """Size of a region's handles in bytes: a 16th of it, between 64 MiB and 1 GiB.
 
-    Giving access costs 2.3 ms for 1 GiB in 16 handles and 0.5 ms in one (H200, tools/gpu/vmm_check.py). The last
+    Giving access costs 2.3 ms for 1 GiB in 16 handles and 0.5 ms in one (H200, tools/gpu/memory/vmm_check.py). The last
     handle is cut to what is left, so large ones waste nothing.
     """
     return min(MAX_HANDLE_BYTES, max(MIN_HANDLE_BYTES, region_bytes // HANDLES_PER_REGION))

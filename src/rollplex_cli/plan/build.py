@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollplex_cli.core.errors import UsageError
 from rollplex_cli.core.units import GIB
+from rollplex_cli.plan.kept import settle_kept_prefixes
 from rollplex_cli.plan.memory import PHASES, MemoryInputs, MemoryLedger, compute_memory
 from rollplex_cli.plan.memory.assumptions import assumptions
 from rollplex_cli.plan.memory.objects import CLASSES, Moment
@@ -64,8 +65,12 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
 
-def build_plan(profile: Profile) -> Plan:
+def build_plan(profile: Profile, device_bytes: int | None = None) -> Plan:
     """Plan a job. Pure but for reading the model's `config.json`.
+
+    Args:
+        profile: its `schedule.prefix_kept_tokens` may be open; `memory_inputs` has what the plan takes.
+        device_bytes: memory of a rank's device, where it is known and may be less than the budget.
 
     Raises:
         UsageError: no such model configuration, or a model that the topology cannot cut.
@@ -90,7 +95,10 @@ def build_plan(profile: Profile) -> Plan:
         vision=vision_source(profile),
     )
     inputs = _memory_inputs(profile, shape, topology, tasks)
-    inputs, memory = _of_largest_role(inputs) if topology.disaggregated else (inputs, compute_memory(inputs))
+    budget = _gib(profile.memory.budget_gib)
+    limit = min((size for size in (budget, device_bytes) if size is not None), default=None)
+    compute = _of_largest_role if topology.disaggregated else _of_both_roles
+    inputs, memory = settle_kept_prefixes(inputs, limit, compute)
     return Plan(
         profile_name=profile.name,
         device=place.device,
@@ -100,7 +108,7 @@ def build_plan(profile: Profile) -> Plan:
         tasks=tasks,
         memory_inputs=inputs,
         memory=memory,
-        budget_bytes=_gib(profile.memory.budget_gib),
+        budget_bytes=budget,
         host_budget_bytes=_gib(profile.memory.host_budget_gib),
     )
 
@@ -121,6 +129,10 @@ def _check_launches(profile: Profile, topology: Topology) -> None:
             hint="leave `schedule.launch_order` at `auto`, or set `topology.rollout_tp` to 1 or `schedule.name` to "
             "`colocate`",
         )
+
+
+def _of_both_roles(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryLedger]:
+    return inputs, compute_memory(inputs)
 
 
 def _of_largest_role(inputs: MemoryInputs) -> tuple[MemoryInputs, MemoryLedger]:
@@ -201,6 +213,7 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         overlap=overlap,
         early_groups=overlap and schedule.early_groups and profile.algorithm.advantage != "batch_std",
         prefix_activations=schedule.prefix_activations,
+        prefix_kept_tokens=schedule.prefix_kept_tokens,
         suffix_kept_layers=schedule.suffix_kept_layers,
         freeze_vision=profile.frozen_vision,
         vision_of_rollout=vision_source(profile) == "rollout",

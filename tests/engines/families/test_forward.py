@@ -123,7 +123,7 @@ def test_a_frozen_tower_leaves_the_rest_of_the_gradient_as_it_is(kit: Any, famil
     _, expected = gradients_of(model, split_run(SplitModel(model_weights(model)), prompt, packed, "host"), packed)
     for name, param in model.named_parameters():
         param.requires_grad_("visual." not in name)
-    for mode in ("keep", "host", "recompute"):
+    for mode in ("keep", "device", "host", "recompute"):
         frozen = SplitModel(model_weights(model), freeze_vision=True)
         _, other = gradients_of(model, split_run(frozen, prompt, packed, mode), packed)
         assert set(other) == {name for name in expected if "visual." not in name}

@@ -55,7 +55,7 @@ def gradients(
     return logprobs.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["keep", "host", "recompute"])
+@pytest.mark.parametrize("mode", ["keep", "device", "host", "recompute"])
 def test_a_frozen_tower_does_not_run_at_all(kit: Any, family: str, mode: PrefixMode, runs: list[int]) -> None:
     model, prompt = kit.model(family), kit.prompt(family, 3, **MEDIA)
     for name, parameter in model.named_parameters():
@@ -75,16 +75,19 @@ def test_a_frozen_tower_does_not_run_at_all(kit: Any, family: str, mode: PrefixM
     assert not torch.equal(other[0], own[0])
 
 
-def test_a_trained_tower_runs_in_the_backward_only(kit: Any, family: str, runs: list[int]) -> None:
+@pytest.mark.parametrize(("mode", "saved"), [("recompute", 2), ("device", 1)])
+def test_a_trained_tower_runs_in_the_backward_only(
+    kit: Any, family: str, runs: list[int], mode: PrefixMode, saved: int
+) -> None:
     model, prompt = kit.model(family), kit.prompt(family, 3, **MEDIA)
     split = SplitModel(model_weights(model))
-    own = gradients(model, split, prompt, "recompute", None)
+    own = gradients(model, split, prompt, mode, None)
     assert any(is_vision(name) for name in own[1])
     media = split.encode(prompt)
-    stages = len(runs)  # forward and recomputation, each once; the stage's own backward; `encode`
+    stages = len(runs)  # the forward, under `recompute` once more; the stage's own backward; `encode`
     del runs[:]
-    shared = gradients(model, split, prompt, "recompute", media)
-    assert len(runs) == stages - 2
+    shared = gradients(model, split, prompt, mode, media)
+    assert len(runs) == stages - saved
     assert torch.equal(shared[0], own[0])
     assert shared[1].keys() == own[1].keys() and all(torch.equal(shared[1][n], own[1][n]) for n in own[1])
     with pytest.raises(ValueError, match="needs the tower's own forward"):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
+from rollplex_cli.engines.trainer.split import PrefixMode
 from rollplex_cli.rl.losses import LossResult, LossSettings, policy_loss
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 
@@ -54,7 +55,7 @@ def parameters(actor: Actor) -> dict[str, torch.Tensor]:
 def test_modes_dtypes_and_repeats(tiny: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         results = []
-        for mode in ("keep", "host", "recompute", "recompute"):
+        for mode in ("keep", "device", "host", "recompute", "recompute"):
             actor = Actor(tiny.model(dtype), optimizer=SETTINGS, prefix_activations=mode)  # type: ignore[arg-type]
             norms = [train_step(actor, tiny, step) for step in range(2)]
             results.append((norms, parameters(actor), actor.state_dict()))
@@ -63,6 +64,33 @@ def test_modes_dtypes_and_repeats(tiny: Any) -> None:
             assert norms == results[0][0]
             assert all(torch.equal(params[name], value) for name, value in results[0][1].items())
             assert all(torch.equal(state[name], value) for name, value in results[0][2].items())
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("mode", ["keep", "device", "host"])
+def test_prompts_beyond_the_limit_are_computed_again(tiny: Any, mode: PrefixMode) -> None:
+    prompts = [group(tiny, seed) for seed in range(4)]
+    first, second = (prompt.num_tokens for prompt, _ in prompts[:2])
+    limit = first + second
+    results = []
+    for kept_tokens in (None, limit):
+        actor = Actor(tiny.model(), optimizer=SETTINGS, prefix_activations=mode, prefix_kept_tokens=kept_tokens)
+        for _ in range(2):
+            states = [actor.prefix(prompt) for prompt, _ in prompts]
+            if kept_tokens is not None:
+                assert [state.mode for state in states] == [mode, mode, "recompute", "recompute"]
+                # Room again once one of them is gone, however it went.
+                states[0].release()
+                assert actor.prefix(prompts[0][0]).mode == mode  # dropped: counts until the update
+                assert actor.prefix(prompts[0][0]).mode == "recompute"
+                states[0] = actor.prefix(prompts[0][0])
+            for state, (_, packed) in zip(states, prompts, strict=True):
+                actor.suffix(state, packed, loss_of(packed))
+                actor.prefix_backward(state)
+            actor.update(0.01)
+        results.append(parameters(actor))
+        actor.close()
+    assert all(torch.equal(results[1][name], value) for name, value in results[0].items())
 
 
 @pytest.mark.usefixtures("process_group")

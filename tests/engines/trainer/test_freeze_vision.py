@@ -53,7 +53,7 @@ def test_the_rest_trains_as_before(tiny: Any) -> None:
     free, actor = trained(tiny, "recompute", False)
     expected = {name: p.detach().clone() for name, p in free.named_parameters()}
     actor.close()
-    for mode in ("keep", "host", "recompute"):
+    for mode in ("keep", "device", "host", "recompute"):
         frozen, actor = trained(tiny, mode, True)
         for name, value in frozen.named_parameters():
             wanted = before[name] if is_vision(name) else expected[name]

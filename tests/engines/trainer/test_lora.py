@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ALL = tuple(ADAPTED_MODULES)
 GRIDS = [(2, 4, 4), (1, 4, 8)]
-MODES = ("keep", "host", "recompute")
+MODES = ("keep", "device", "host", "recompute")
 
 
 def settings(targets: tuple[str, ...] = ALL) -> LoraSettings:
@@ -79,7 +79,7 @@ def test_gradients_are_those_of_the_merged_model(tiny: Any, targets: tuple[str, 
     expected = backward(SplitModel(model_weights(full)), tiny, "keep", grids)
     wanted = dict(full.named_parameters())
     first: dict[str, torch.Tensor] = {}
-    for mode, kept in zip(MODES, (None, 1, 0), strict=True):
+    for mode, kept in zip(MODES, (None, 1, 1, 0), strict=True):
         model.zero_grad()
         split = SplitModel(model_weights(model, lora=lora), freeze_vision=True, suffix_kept_layers=kept)
         assert (backward(split, tiny, mode, grids) - expected).abs().max() < 1e-12

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ADAMW = AdamWSettings(lr=1e-3, weight_decay=0.01)
-MODES = ("keep", "host", "recompute")
+MODES = ("keep", "device", "host", "recompute")
 
 
 class Groups:

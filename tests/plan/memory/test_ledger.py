@@ -122,6 +122,26 @@ def test_layer_inputs_on_the_host_leave_the_device_and_are_not_pinned(inputs: Ma
     assert extra.bytes == 8 * 2 * 8192 * (64 * 5120 + 4 * 33 * 1280)
 
 
+def test_stage_inputs_on_the_device_up_to_a_limit(inputs: Make) -> None:
+    recompute, device = inputs(), inputs(prefix_activations="device")
+    for moment in ("decode, prefixes", "actor suffix"):
+        extra = moments_of(device)[moment].get("prefix_activations", 0)
+        extra -= moments_of(recompute)[moment].get("prefix_activations", 0)
+        # As on the host: 8 groups x (tokens x 64 layers x 5120, patches x 33 stages x 1280) x 2 bytes
+        assert extra == 8 * 2 * 8192 * (64 * 5120 + 4 * 33 * 1280)
+    one = replace(device, prefix_kept_tokens=8192)
+    held = moments_of(one)["actor suffix"]["prefix_activations"]
+    assert held == 2 * 8192 * (64 * 5120 + 4 * 33 * 1280)
+    # One of the others may run backward beside what is held.
+    assert (
+        moments_of(one)["prefix backward"]["prefix_activations"]
+        == held + moments_of(recompute)["prefix backward"]["prefix_activations"]
+    )
+    assert not any(item.name == "prefix_activations" for item in compute_memory(device).host_objects)
+    host = compute_memory(inputs(prefix_activations="host", prefix_kept_tokens=8192)).host_objects
+    assert next(item.bytes for item in host if item.name == "prefix_activations") == held
+
+
 def test_a_cpu_has_no_context_no_staging_and_no_link(inputs: Make) -> None:
     ledger = compute_memory(inputs("tiny"))
     names = {name for moment in ledger.moments for name in moment.objects}

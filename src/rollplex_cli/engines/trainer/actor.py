@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,19 @@ class UpdateOutcome:
     """What it moved, and how long that took."""
 
 
+@dataclass(slots=True)
+class _HeldTokens:
+    """Tokens of prompts whose prefix activations are held. Counted by calls of the trainer thread alone, not by which
+    states are alive: all ranks of a training group make the same calls in the same order and so decide alike, without
+    which their collectives would not meet. A group that is dropped without a backward counts until the update."""
+
+    tokens: int = 0
+
+    def give_back(self, tokens: int) -> None:
+        """A state is released."""
+        self.tokens -= tokens
+
+
 def is_vision(name: str) -> bool:
     """Whether a Hugging Face parameter name belongs to the vision tower or its projector."""
     return "visual." in name
@@ -79,7 +93,9 @@ class Actor:
         optimizer: AdamW settings.
         temperature: of the rollout.
         banned_token_ids: ids the rollout never samples.
-        prefix_activations: what prefix backward uses, `keep`, `host` or `recompute`; results are bit-equal.
+        prefix_activations: what prefix backward uses, `keep`, `device`, `host` or `recompute`; results are bit-equal.
+        prefix_kept_tokens: tokens of prompts for which that is held at a time; a prompt beyond it is computed again in
+            its backward. None is no limit.
         suffix_kept_layers: see `SplitModel`.
         attention: a key of `model.attention.ATTENTION`.
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
@@ -102,6 +118,7 @@ class Actor:
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
         prefix_activations: PrefixMode = "recompute",
+        prefix_kept_tokens: int | None = None,
         suffix_kept_layers: int | None = None,
         attention: str = "sdpa",
         data_parallel_group: dist.ProcessGroup | None = None,
@@ -122,7 +139,8 @@ class Actor:
         }
         self.trains_adapters = lora is not None
         """Whether adapters are trained, and nothing else."""
-        self._mode = prefix_activations
+        self._mode, self._kept_limit = prefix_activations, prefix_kept_tokens
+        self._held = _HeldTokens()
         self._arena = GradientArena(self._params, gradient_memory)
         self.shard = shard
         sync = GradientSync(shard, self._arena) if shard is not None else None
@@ -172,7 +190,13 @@ class Actor:
 
     def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
         """The attached boundary of a prompt; reads weights, writes no gradient. See `SplitModel.prefix` on `media`."""
-        return self.split.prefix(prompt, self._mode, media)
+        held, limit, tokens = self._held, self._kept_limit, prompt.num_tokens
+        if limit is not None and held.tokens + tokens > limit:
+            return self.split.prefix(prompt, "recompute", media)
+        state = self.split.prefix(prompt, self._mode, media)
+        held.tokens += tokens
+        state.on_release = partial(held.give_back, tokens)
+        return state
 
     def adopt_prefix(
         self,
@@ -225,12 +249,14 @@ class Actor:
         # The engine averages over ranks; a sum is wanted.
         self._arena.scale(scale * self._engine.data_parallel_size)
         self._engine.step()
+        self._held = _HeldTokens()  # no boundary outlives the weights it was computed with
         stats = self._optimizer.stats
         assert stats is not None
         return UpdateOutcome(grad_norm=self._optimizer.grad_norm, lr=rate, applied=True, stats=stats)
 
     def discard_gradients(self) -> None:
         """Forget what was accumulated (an interrupted step)."""
+        self._held = _HeldTokens()
         self._arena.zero()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

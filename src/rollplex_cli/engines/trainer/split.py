@@ -18,10 +18,18 @@ from rollplex_cli.engines.trainer.model import language, vision
 from rollplex_cli.engines.trainer.model.attention import ATTENTION
 from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
-from rollplex_cli.engines.trainer.stages import backward, layout_of, leaves, run_stages, to_host, vision_stages
+from rollplex_cli.engines.trainer.stages import (
+    backward,
+    layout_of,
+    leaves,
+    run_stages,
+    stage_inputs,
+    to_host,
+    vision_stages,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.model.attention import Attention
@@ -31,8 +39,9 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.stages import Carry, Stage, Yield
     from rollplex_cli.rl.packing import PackedSuffix
 
-PrefixMode = Literal["keep", "host", "recompute", "none"]
-"""What prefix backward uses: the graph, stage inputs kept on the host, a second forward; `none` has no backward."""
+PrefixMode = Literal["keep", "device", "host", "recompute", "none"]
+"""What prefix backward uses: the graph, stage inputs kept on the device or on the host, a second forward; `none` has no
+backward."""
 
 
 @dataclass(slots=True)
@@ -49,10 +58,12 @@ class PrefixState:
     outputs: tuple[KeyValue, ...] = ()
     """The same values attached to the graph (`keep`)."""
     stage_inputs: list[Carry] = field(default_factory=list)
-    """Input of each stage on the host (`host`)."""
+    """Input of each stage (`device`, `host`); of the last ones where the others have to run again."""
     media: Encoded | None = None
     """The frozen tower's output, from which a recomputation starts (`recompute`)."""
     consumed: bool = False
+    on_release: Callable[[], None] | None = None
+    """Called once, when the state is released."""
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +77,9 @@ class PrefixState:
 
     def release(self) -> None:
         """Drop every tensor. The state cannot be used afterwards."""
+        if self.on_release is not None:
+            self.on_release()
+            self.on_release = None
         self.boundary, self.outputs, self.stage_inputs, self.media, self.consumed = (), (), [], None, True
 
 
@@ -113,7 +127,7 @@ class SplitModel:
         """Run prompt positions 0..P-2 and keep what `mode` needs for the backward.
 
         With `media` the tower does not run here: it has this output already. A frozen one does not run in the backward
-        either; one that is trained does, which only `recompute` can.
+        either; one that is trained does, which only `recompute` and `device` can.
 
         A prompt of one token has an empty boundary. Raises ValueError if the last prompt token is a media placeholder,
         or `media` does not fit the prompt or the mode.
@@ -127,13 +141,18 @@ class SplitModel:
             with torch.enable_grad():
                 outputs = run_stages(stages)
             return PrefixState(prompt, mode, leaves(outputs), outputs)
-        saved: list[Carry] | None = [] if mode == "host" else None
+        saved: list[Carry] | None = [] if mode in ("device", "host") else None
         with torch.no_grad():
             outputs = run_stages(stages, saved)
         if mode == "none":
             return PrefixState(prompt, mode, outputs)
+        kept = saved or []
+        if media is not None and not self._freeze_vision:
+            # The stages of the tower have had no inputs: they get them in the backward.
+            kept = kept[-len(self.weights.layers) :]
+        kept = to_host(kept) if mode == "host" else kept
         again = media if self._freeze_vision and mode == "recompute" else None
-        return PrefixState(prompt, mode, leaves(outputs), stage_inputs=to_host(saved or []), media=again)
+        return PrefixState(prompt, mode, leaves(outputs), stage_inputs=kept, media=again)
 
     def adopt_prefix(
         self,
@@ -343,17 +362,15 @@ class SplitModel:
         return run
 
     def _staged_backward(self, state: PrefixState, grads: list[torch.Tensor]) -> None:
-        """Backward stage by stage from the last one, so that one stage's activations exist at a time."""
+        """Backward stage by stage from the last one, so that one stage's activations exist at a time. Stages whose
+        inputs were not kept run again first, all that are left when the first of them comes."""
         stages = self._stages(state.input, state.media)
         inputs = state.stage_inputs
-        if state.mode == "recompute":
-            with torch.no_grad():
-                run_stages(stages[:-1], inputs := [])
-                last_input = stages[-2](inputs[-1])[0] if len(stages) > 1 else ()
-            inputs.append(last_input)
         carry_grads: tuple[torch.Tensor | None, ...] = ()
         without_backward = self._stages_without_backward(state.input)
         while len(stages) > without_backward:
+            if not inputs:
+                inputs = stage_inputs(stages)
             stage, saved = stages.pop(), inputs.pop()
             # Detached, because what a stage only hands on is one tensor in the inputs of several.
             entry = tuple(tensor.to(self.weights.device).detach() for tensor in saved)

@@ -67,6 +67,15 @@ def run_stages(stages: Sequence[Stage], saved: list[Carry] | None = None) -> tup
     return tuple(boundary)
 
 
+def stage_inputs(stages: Sequence[Stage]) -> list[Carry]:
+    """The input of each stage, by running all but the last one without a graph."""
+    inputs: list[Carry] = []
+    with torch.no_grad():
+        run_stages(stages[:-1], inputs)
+        inputs.append(stages[-2](inputs[-1])[0] if len(stages) > 1 else ())
+    return inputs
+
+
 def backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Backward from those roots, each with its gradient, that depend on something trained."""
     if kept := [pair for pair in pairs if pair[0].requires_grad]:

@@ -21,7 +21,7 @@ from rollplex_cli.plan.memory.inputs import FLOAT32_BYTES
 
 if TYPE_CHECKING:
     from rollplex_cli.plan.families import VisionMlp
-    from rollplex_cli.plan.memory.inputs import MemoryInputs
+    from rollplex_cli.plan.memory.inputs import MemoryInputs, PrefixActivations
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +192,26 @@ def kept_prefix(inputs: MemoryInputs) -> int:
     return language + vision
 
 
+def kept_prefixes(inputs: MemoryInputs) -> int:
+    """What is held of all prefixes on the device (`keep`, `device`), if every token counts as of a prompt of media."""
+    one = kept_prefix(inputs) if inputs.prefix_activations == "keep" else stage_inputs(inputs)
+    return -(-one * inputs.kept_prefix_tokens // inputs.max_prompt_tokens)
+
+
 def prefix_backward(inputs: MemoryInputs) -> int:
     """One prefix going backward, beyond what is kept from its forward: stage by stage, the stages' inputs on the device
-    under `recompute`."""
+    where they were not kept."""
+    kept = _backward(inputs, inputs.prefix_activations)
+    return max(kept, _backward(inputs, "recompute")) if inputs.some_recomputed else kept
+
+
+def _backward(inputs: MemoryInputs, mode: PrefixActivations) -> int:
     shape, tokens, layer, block = inputs.shape, inputs.max_prompt_tokens, decoder_layer(inputs), vision_block(inputs)
     gate_up = _gate_up_gradient(inputs)
     words = weight_gradient(inputs, -(-shape.vocab_size // inputs.train_tp) * shape.hidden_size)
-    if inputs.prefix_activations == "keep":
+    if mode == "keep":
         return max(tokens * layer.backward + gate_up, tokens * layer.entry + words)
-    redone = inputs.prefix_activations == "recompute"
+    redone = mode == "recompute"
     language = _language_inputs(inputs) if redone else 0
     vision = _vision_inputs(inputs) if redone else 0
     in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward) + gate_up

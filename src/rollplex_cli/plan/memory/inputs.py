@@ -10,7 +10,7 @@ from rollplex_cli.plan.model import ModelShape, shard_count
 if TYPE_CHECKING:
     from rollplex_cli.plan.vision import VisionSource
 
-PrefixActivations = Literal["keep", "host", "recompute"]
+PrefixActivations = Literal["keep", "device", "host", "recompute"]
 Master = Literal["full", "split"]
 Ablation = Literal["no-kv-release", "no-reference-release", "no-snapshot-release", "no-optimizer-chunks", "naive"]
 Role = Literal["both", "training", "rollout"]
@@ -64,6 +64,8 @@ class MemoryInputs:
     prompt_cache_bytes: int
     """Host memory for prompts that are built already."""
     on_gpu: bool
+    prefix_kept_tokens: int | None = None
+    """Limit on the tokens of prompts whose prefix activations are held; None is none."""
     adapter_parameters: int = 0
     """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
     vision_of_rollout: bool = False
@@ -83,6 +85,21 @@ class MemoryInputs:
             return 1  # role by role, group by group
         # The group next in order is exempt from the limit.
         return min(self.groups, self.prefixes_in_flight + 1) if self.prefixes_in_flight else self.groups
+
+    @property
+    def kept_prefix_tokens(self) -> int:
+        """Tokens of prompts whose prefix activations are held at once on the device."""
+        if self.prefix_activations not in ("keep", "device"):
+            return 0
+        tokens = self.held_groups * self.max_prompt_tokens
+        return tokens if self.prefix_kept_tokens is None else min(tokens, self.prefix_kept_tokens)
+
+    @property
+    def some_recomputed(self) -> bool:
+        """Whether a prompt may find no room for its prefix activations, or none are held anyway."""
+        limited = self.prefix_kept_tokens is not None and self.prefix_activations != "recompute"
+        beyond = limited and (self.prefix_kept_tokens or 0) < self.held_groups * self.max_prompt_tokens
+        return beyond or self.prefix_activations == "recompute"
 
     @property
     def vision(self) -> VisionSource:

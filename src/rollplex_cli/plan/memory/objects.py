@@ -27,7 +27,7 @@ CHUNKS_IN_FLIGHT = 3
 GPU_PAGE_BYTES, CPU_PAGE_BYTES = 2 * 2**20, 4096
 """Least memory that can be mapped or unmapped."""
 CONTEXT_BYTES = round(1.5 * GIB)
-"""Context and decode graphs of one GPU process: 1.48 GiB on an H200, 3B shape (tools/gpu/memory_check.py)."""
+"""Context and decode graphs of one GPU process: 1.48 GiB on an H200, 3B shape (tools/gpu/memory/memory_check.py)."""
 WORKSPACE_BYTES = round(0.55 * GIB)
 """What libraries keep through PyTorch's allocator, cuBLAS above all: 0.54 GiB in the same run."""
 COMMUNICATION_BYTES = 3 * GIB - CONTEXT_BYTES - WORKSPACE_BYTES
@@ -123,8 +123,7 @@ class _Table:
         self._reference = inputs.reference_bytes
         self._reference_held = self._held if inputs.has_reference else 0
         self._gradients = inputs.trained_parameters * FLOAT32_BYTES
-        kept = inputs.prefix_activations == "keep"
-        self._kept_prefixes = inputs.held_groups * activations.kept_prefix(inputs) if kept else 0
+        self._kept_prefixes = activations.kept_prefixes(inputs)
         self._staging = sharing.staging_bytes
         self._features = inputs.held_features * activations.vision_features(inputs)
 

@@ -20,8 +20,12 @@ class ScheduleProfile:
     """Prompt groups whose actor boundary may be held ahead of their suffix; 0 means all of the step."""
     early_groups: bool = True
     """Train groups whose responses are final while others still decode."""
-    prefix_activations: Literal["keep", "host", "recompute"] = "recompute"
-    """What prefix backward uses: kept activations, layer inputs saved on the host, or a second forward."""
+    prefix_activations: Literal["keep", "device", "host", "recompute"] = "recompute"
+    """What prefix backward uses: kept activations; inputs of all layers, kept on the device or saved on the host (one
+    forward more than `keep`); or nothing, which takes two."""
+    prefix_kept_tokens: NonNegativeInt | None = None
+    """Tokens of the prompts for which that is held at a time; prompts beyond it are computed again in their backward.
+    `null`: under `keep` and `device` as many as the memory plan allows, else all."""
     suffix_kept_layers: NonNegativeInt | None = None
     """Decoder layers, counted from the last, whose activations of the responses are kept for the backward; the
     others run their forward again. `null` keeps all, which is fastest; 0 needs the least memory."""

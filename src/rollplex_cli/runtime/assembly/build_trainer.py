@@ -98,6 +98,7 @@ def build_trainer(
         temperature=profile.rollout.temperature,
         banned_token_ids=banned,
         prefix_activations=profile.schedule.prefix_activations,
+        prefix_kept_tokens=profile.schedule.prefix_kept_tokens,
         suffix_kept_layers=profile.schedule.suffix_kept_layers,
         data_parallel_group=team.groups.data,
         freeze_vision=profile.model.freeze_vision,

@@ -1,8 +1,8 @@
 """Check and time virtual memory on a machine with a GPU: the property tests on the CUDA driver, then costs.
 
-    python tools/gpu/vmm_check.py                    all of it, about two minutes on one GPU with 24 GiB free
-    python tools/gpu/vmm_check.py --no-tests         costs only
-    python tools/gpu/vmm_check.py --device cpu --kv-gib 0.25    the same path over the host driver, to try the script
+    python tools/gpu/memory/vmm_check.py                    all of it, about two minutes on one GPU with 24 GiB free
+    python tools/gpu/memory/vmm_check.py --no-tests         costs only
+    python tools/gpu/memory/vmm_check.py --device cpu --kv-gib 0.25    the same over the host driver, to try it
 
 Prints a table on stdout, and one line of JSON last. Exit code 0 when the tests pass and the swap is within its limit.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "src"))
 
 import torch  # noqa: E402, TID253 - this runs where it is installed

@@ -1,8 +1,8 @@
 """Check and time the streamed optimizer on a GPU: rounding, bit-equality, device memory, and seconds against the link.
 
-    python tools/gpu/optimizer_check.py                  two billion parameters, some minutes, 30 GiB of host memory
-    python tools/gpu/optimizer_check.py --parameters 7.6e9 --master split
-    python tools/gpu/optimizer_check.py --device cpu --parameters 4e6 --small 2e6 --bits 1e6    to try the script
+    python tools/gpu/memory/optimizer_check.py     two billion parameters, some minutes, 30 GiB of host memory
+    python tools/gpu/memory/optimizer_check.py --parameters 7.6e9 --master split
+    python tools/gpu/memory/optimizer_check.py --device cpu --parameters 4e6 --small 2e6 --bits 1e6    to try the script
 
 Needs torch and numpy only. Prints a table on stdout, and one line of JSON last (also to --out FILE). Exit code 0 when
 everything is equal that must be and every update is within its limit.
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "src"))
 
 import torch  # noqa: E402, TID253 - this runs where it is installed

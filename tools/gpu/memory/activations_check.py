@@ -1,7 +1,7 @@
 """Compare the memory plan's activations with what the trainer allocates: one GPU, random weights, no rollout.
 
-    python tools/gpu/activations_check.py                                7B shape, 4 x 1024 response tokens
-    python tools/gpu/activations_check.py --model qwen25vl3b --out a.json
+    python tools/gpu/memory/activations_check.py                                7B shape, 4 x 1024 response tokens
+    python tools/gpu/memory/activations_check.py --model qwen25vl3b --out a.json
 
 Each row is one task: planned bytes, the peak that PyTorch allocated above weights, gradients and boundary, and what
 its allocator reserved for that. Exit code 0 when every peak is within 5 % of the plan.
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rollplex_cli.core.resources import model_config_folder  # noqa: E402

@@ -1,8 +1,8 @@
 """Many steps without growth of any memory figure, and a run that ends well when the trainer finds no memory.
 
-    python tools/gpu/memory_growth.py --out growth.json                    100 steps and the full device, one GPU
-    python tools/gpu/memory_growth.py --ranks 2 --part full                the second part on two GPUs
-    python tools/gpu/memory_growth.py --device cpu --steps 40 --part growth
+    python tools/gpu/memory/memory_growth.py --out growth.json                    100 steps and the full device, one GPU
+    python tools/gpu/memory/memory_growth.py --ranks 2 --part full                the second part on two GPUs
+    python tools/gpu/memory/memory_growth.py --device cpu --steps 40 --part growth
 
 growth: `--steps` steps of the tiny model in this process, one rank. After each: bytes that PyTorch gave out and holds,
 bytes in use on the device, resident size, threads and open files of the process. The largest value of the last 20
@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rollplex_cli.core.paths import RunFolder  # noqa: E402

@@ -1,7 +1,7 @@
 """Check and time managed memory on one GPU, with the real job: plan against measurement, budget, swaps.
 
-    python tools/gpu/memory_check.py --out result.json           3B shape, random weights, one GPU of 80 GB or more
-    python tools/gpu/memory_check.py --model tiny --device cpu   the same path over the host driver, to try the script
+    python tools/gpu/memory/memory_check.py --out result.json     3B shape, random weights, one GPU of 80 GB or more
+    python tools/gpu/memory/memory_check.py --model tiny --device cpu   the same over the host driver, to try it
 
 1. `rollplex profile-memory --measure` under a budget of 80 GB: the measured peak of every phase within 5 % of the plan.
 2. The same job with `memory.residency: resident` under the same budget: ends with exit code 3 and a message.
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "src"))
 
 from rollplex_cli.core.events import read_events  # noqa: E402
