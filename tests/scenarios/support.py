@@ -34,6 +34,7 @@ SMALL = (
     "runtime.checkpoint_every=0",
     "data.num_workers=0",
     "target=null",
+    "logging.pictures=false",
 )
 
 ALONE_STEPS = 20
