@@ -66,6 +66,7 @@ KEYS = {
     "guards.check_publish",
     "guards.parity_limit",
     "guards.zero_reward_steps",
+    "logging.pictures",
     "logging.rollouts_every",
     "logging.tensorboard",
     "logging.token_logprobs",

@@ -11,6 +11,8 @@ from rich.console import Console
 
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import PrepareStatus, RankStatus, write_status
+from rollplex_cli.profile.dump import resolved_yaml
+from rollplex_cli.profile.load import load_profile
 from rollplex_cli.profile.schema import TargetProfile
 from rollplex_cli.report import live, run
 from rollplex_cli.report.live import LiveView
@@ -120,6 +122,17 @@ def test_summary_draws_pictures(make_run: MakeRun, monkeypatch: pytest.MonkeyPat
     assert f"Pictures: {folder.report_dir / 'curves.png'}" in out.getvalue()
     assert (folder.report_dir / "curves.png").exists()
     assert (folder.report_dir / "timeline.png").exists()
+
+
+def test_no_pictures_where_the_profile_wants_none(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    folder = make_run()
+    folder.profile.write_text(resolved_yaml(load_profile("tiny", ["logging.pictures=false"])), encoding="utf-8")
+    out = io.StringIO()
+    with plain_view(folder, out):
+        pass
+    assert "Pictures" not in out.getvalue()
+    assert not folder.report_dir.exists() or not list(folder.report_dir.iterdir())
 
 
 def test_a_picture_that_cannot_be_drawn_fails_no_run(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import warm
+
 from rollplex_cli.core.paths import RunFolder
-from rollplex_cli.launch.torchrun import LOOPBACK, choose_port
+from rollplex_cli.launch.torchrun import PREPARE, WORKER
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ SMALL = (
     "runtime.checkpoint_every=0",
     "data.num_workers=0",
     "target=null",
+    "logging.pictures=false",
 )
 
 ALONE_STEPS = 20
@@ -99,6 +101,41 @@ def rollplex(
     )  # fmt: skip
 
 
+def train(root: Path, *overrides: str, profile: str = "tiny") -> list[dict[str, Any]]:
+    """A run without command line and torchrun: what these start, in forks of one process. Returns its metrics.
+
+    For what is about numbers; the command line costs several times as much.
+    """
+    from rollplex_cli.profile.dump import resolved_yaml
+    from rollplex_cli.profile.load import load_profile
+
+    run = RunFolder(root)
+    run.make()
+    run.profile.write_text(resolved_yaml(load_profile(profile, small(*overrides))), encoding="utf-8")
+    prepared = warm.run([["-m", PREPARE, root]])[0]
+    assert prepared.returncode == 0, run.prepare_log.read_text()[-3000:]
+    return go_on(root)
+
+
+def go_on(root: Path, timeout_s: float = 280.0) -> list[dict[str, Any]]:
+    """The same for a run folder as it is, from its newest checkpoint where it has one."""
+    from rollplex_cli.launch.run_folder import begin_start
+    from rollplex_cli.profile.load import load_profile
+
+    run = RunFolder(root)
+    begin_start(run)
+    num_ranks = load_profile(run.profile).num_ranks
+    done = warm.run_ranks(["-m", WORKER, root], num_ranks, timeout_s)
+    logs = [run.rank_log(rank).read_text()[-3000:] for rank in range(num_ranks)]
+    assert [rank.returncode for rank in done] == [0] * num_ranks, "\n".join(logs)
+    return metrics(root)
+
+
+def metrics(root: Path) -> list[dict[str, Any]]:
+    """A run's rows, one a step."""
+    return [json.loads(line) for line in RunFolder(root).metrics.read_text(encoding="utf-8").splitlines()]
+
+
 def run_script(script: Path, *arguments: object, timeout_s: float = 280.0) -> tuple[dict[str, Any], str]:
     """Run a script in a process of its own: the JSON object on its last line of output, and its stderr."""
     [found] = run_script_on_ranks(1, script, *arguments, timeout_s=timeout_s)
@@ -109,25 +146,11 @@ def run_script_on_ranks(
     num_ranks: int, script: Path, *arguments: object, timeout_s: float = 280.0
 ) -> list[tuple[dict[str, Any], str]]:
     """As `run_script` in a process for each rank, with the variables that torchrun sets for several."""
-    several = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(choose_port(0))}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), *map(str, arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **({**several, "RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {})},
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
-    found, ends_at = [], time.monotonic() + timeout_s
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=ends_at - time.monotonic())
-            assert process.returncode == 0, err[-3000:]
-            found.append((dict(json.loads(out.strip().splitlines()[-1])), err))
-    finally:
-        for process in processes:
-            process.kill()
-    return found
+    program = [script, *arguments]
+    done = warm.run_ranks(program, num_ranks, timeout_s) if num_ranks > 1 else warm.run([program], timeout_s=timeout_s)
+    for rank in done:
+        assert rank.returncode == 0, rank.stderr[-3000:]
+    return [(dict(json.loads(rank.stdout.strip().splitlines()[-1])), rank.stderr) for rank in done]
 
 
 def sets(overrides: Sequence[str]) -> list[str]:

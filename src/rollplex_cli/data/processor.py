@@ -10,6 +10,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex_cli.core.errors import DataError, LongPromptError, UsageError
+from rollplex_cli.core.imports import without_collector
 from rollplex_cli.data.compat import ensure_torchvision
 from rollplex_cli.data.images import read_image
 from rollplex_cli.data.types import Media, Prompt
@@ -247,8 +248,9 @@ def _part(part: str | MediaRef) -> dict[str, str]:
 def _load(folder: Path) -> Any:
     if not folder.is_dir():
         raise UsageError(f"no such checkpoint folder: {folder}")
-    ensure_torchvision()
-    from transformers import AutoProcessor
+    with without_collector():
+        ensure_torchvision()
+        from transformers import AutoProcessor
 
     try:
         processor = AutoProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

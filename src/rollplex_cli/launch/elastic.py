@@ -8,8 +8,10 @@ take the ranks' store away while they write their checkpoint.
 from __future__ import annotations
 
 import ctypes
-import runpy
+import importlib
 import signal
+
+from rollplex_cli.core.imports import without_collector
 
 PR_SET_PDEATHSIG = 1
 ENDED_BY = signal.SIGQUIT
@@ -32,7 +34,9 @@ def main() -> None:
         signal.signal(number, lambda _number, _frame: None)
     end_with_parent()
     # By name, not by import: the launcher's own modules load no torch.
-    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    with without_collector():
+        torchrun = importlib.import_module("torch.distributed.run")
+    torchrun.main()
 
 
 if __name__ == "__main__":

@@ -242,6 +242,8 @@ class LoggingProfile:
     wandb_project: str = "rollplex"
     rollouts_every: NonNegativeInt = 1
     """Steps between dumps of all responses to `rollouts/`; 0 keeps none."""
+    pictures: bool = True
+    """Draw curves and timeline when the run ends, in a second or two; `rollplex report` draws them at any time."""
     token_logprobs: bool = False
     """Whether dumps hold the log-probs of every token, of rollout and trainer."""
 

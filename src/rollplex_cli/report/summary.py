@@ -77,12 +77,15 @@ def _result_lines(watch: RunWatch, target: float | None, window: int, elapsed_s:
 
 
 def _picture_lines(watch: RunWatch) -> list[str]:
-    # Drawing loads matplotlib: only a run that ended pays for it.
+    # Drawing loads matplotlib: only a run that ended and wants pictures pays for it.
     from rollplex_cli.report.run import write_pictures
     from rollplex_cli.report.series import load_run
 
     try:
-        pictures = write_pictures(load_run(watch.folder.root))
+        data = load_run(watch.folder.root)
+        if data.profile is not None and not data.profile.logging.pictures:
+            return []
+        pictures = write_pictures(data)
     except Exception as error:  # A picture that cannot be drawn must not turn a good run into a failed one.
         return [f"Pictures could not be drawn: {type(error).__name__}: {error}"]
     return [f"{'Pictures:' if path == pictures[0] else ' ' * 9} {path}" for path in pictures]

@@ -68,7 +68,6 @@ def prepare(run: RunFolder) -> None:
 
 
 def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep | None:
-    from rollplex_cli.engines.weights.draw import mark_random
     from rollplex_cli.plan.model import load_shape
 
     write_status(run.prepare_status, PrepareStatus(stage="base"))
@@ -89,6 +88,8 @@ def _build_base(run: RunFolder, profile: Profile, task: Task) -> ColdStartStep |
     shutil.rmtree(raw, ignore_errors=True)
     build_shell = getattr(task, "build_shell", None)
     if profile.model.init == "random" and build_shell and load_shape(str(folder)).num_parameters > LARGE_PARAMETERS:
+        from rollplex_cli.engines.weights.draw import mark_random
+
         build_shell(raw, run.data_dir, folder / "config.json")
         mark_random(raw, profile.runtime.seed)
     else:

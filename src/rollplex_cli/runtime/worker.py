@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.errors import InterruptedRunError, PeerFailedError, RollplexError, TargetNotReachedError
+from rollplex_cli.core.imports import without_collector
 from rollplex_cli.core.log import redirect_output, setup_logging
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import failed_rank, write_status
@@ -62,10 +63,11 @@ class _Session:
         """Build the rank and do its work: a training run, or the benchmark or measurement that the run folder asks
         for."""
         # Heavy imports come after the log is redirected: what they print belongs there.
-        from rollplex_cli.runtime.assembly.build import open_control, open_rank
-        from rollplex_cli.runtime.bench.measure import run_measure
-        from rollplex_cli.runtime.bench.run import run_bench
-        from rollplex_cli.runtime.loop import Run
+        with without_collector():
+            from rollplex_cli.runtime.assembly.build import open_control, open_rank
+            from rollplex_cli.runtime.bench.measure import run_measure
+            from rollplex_cli.runtime.bench.run import run_bench
+            from rollplex_cli.runtime.loop import Run
 
         control, machine = self._stack.enter_context(open_control(self._run, self._rank))
         self._control = control

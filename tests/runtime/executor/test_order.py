@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 SCRIPT = Path(__file__).parent / "two_ranks.py"
 
@@ -18,14 +17,8 @@ def run_both(mode: str, seed: int) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(port), mode, str(seed)], stdout=subprocess.PIPE, text=True
-        )
-        for rank in (0, 1)
-    ]
-    outputs = [process.communicate(timeout=90)[0] for process in ranks]
-    return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    ranks = warm.run([[SCRIPT, rank, port, mode, seed] for rank in (0, 1)], timeout_s=90)
+    return [json.loads(rank.stdout.strip().splitlines()[-1]) for rank in ranks]
 
 
 @pytest.mark.scenario

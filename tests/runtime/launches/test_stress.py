@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 SCRIPT = Path(__file__).parent / "four_ranks.py"
 REPLICAS = ((0, 2), (1, 3))
@@ -20,20 +19,8 @@ def run_four(mode: str, units: int, *more: str) -> list[dict[str, Any]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(port), mode, str(units), *more],
-            stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    return [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    ranks = warm.run([[SCRIPT, rank, port, mode, units, *more] for rank in range(4)], timeout_s=200)
+    return [json.loads(rank.stdout.strip().splitlines()[-1]) for rank in ranks]
 
 
 def test_every_replica_launches_in_one_order() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 from PIL import Image
-from scenarios.support import rollplex, sets, small
+from scenarios.support import metrics, rollplex, sets, small, train
 
 from rollplex_cli.core.paths import RunFolder
 
@@ -47,26 +47,22 @@ def data(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(run: RunFolder, prepared: RunFolder, data: Path, *more: str) -> list[str]:
+def job(prepared: RunFolder, data: Path, *more: str) -> list[str]:
     own = [s for s in small() if not s.startswith(("task.", "model.init", "evaluation."))]
-    overrides = [
+    return [
         *own, "task.name=rows", f"task.options={{path: {data}/train.jsonl, num_heldout: 3}}", "model.init=checkpoint",
         f"model.config={prepared.base_dir}", f"reward.parts={{{data}/mine.py:noise: 1.0, format: 0.1}}",
         "evaluation.num_samples=3", "data.on_bad_media=skip", "evaluation.every_steps=1", "evaluation.temperature=1.0",
         "evaluation.num_responses=3", "evaluation.best_metric=reward", "logging.tensorboard=true",
         "runtime.checkpoint_every=1", "runtime.max_steps=4", *more,
     ]  # fmt: skip
-    return ["train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *sets(overrides)]
-
-
-def rows_of(run: RunFolder) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.metrics.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
 def finished(prepared: RunFolder, data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     run = RunFolder(tmp_path_factory.mktemp("mixed") / "run")
-    done = rollplex(*arguments(run, prepared, data, "data.worker_kind=process", "data.num_workers=2"))
+    given = sets(job(prepared, data, "data.worker_kind=process", "data.num_workers=2"))
+    done = rollplex("train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *given)
     assert done.returncode == 0, done.stderr[-3000:]
     return run
 
@@ -75,17 +71,16 @@ def test_workers_and_restarts_change_no_bit(
     finished: RunFolder, prepared: RunFolder, data: Path, tmp_path: Path
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    done = rollplex(*arguments(run, prepared, data, "data.num_workers=0"), "--max-steps", "2")
-    assert done.returncode == 0, done.stderr[-3000:]
+    train(run.root, *job(prepared, data, "data.num_workers=0", "runtime.max_steps=2"))
     done = rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", "--max-steps", "4")
     assert done.returncode == 0, done.stderr[-3000:]
-    one, other = ([{key: row[key] for key in EXACT} for row in rows_of(r)] for r in (run, finished))
+    one, other = ([{key: row[key] for key in EXACT} for row in metrics(r.root)] for r in (run, finished))
     assert one == other
     assert run.evaluations.read_text() == finished.evaluations.read_text()
 
 
 def test_what_the_run_leaves(finished: RunFolder) -> None:
-    rows = rows_of(finished)
+    rows = metrics(finished.root)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(set(row["reward_parts"]) == {"noise", "format"} for row in rows)
     assert all(0 <= row["data_wait_share"] < 1 and row["reward_errors"] == 0 for row in rows)

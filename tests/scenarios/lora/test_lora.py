@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from safetensors.torch import load_file
-from scenarios.support import prepare_run, rollplex, run_script, sets, small
+from scenarios.support import go_on, metrics, prepare_run, rollplex, run_script, sets, small, train
 
 from rollplex_cli.core.paths import RunFolder
+from rollplex_cli.launch.run_folder import START_MARK
 
 if TYPE_CHECKING:
     import torch
@@ -35,35 +36,26 @@ def reward(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def arguments(root: Path, prepared: RunFolder, reward: Path, *more: str) -> list[str]:
-    overrides = small(
+def job(prepared: RunFolder, reward: Path, *more: str) -> list[str]:
+    return [
         "model.init=checkpoint", f"model.config={prepared.base_dir}", f"lora.rank={RANK}", f"lora.alpha={ALPHA}",
         f"reward.parts={{{reward}:early_letters: 1.0}}", "optimizer.lr=1e-2", "algorithm.kl_coef=0.001",
         "rollout.group_size=8", "guards.check_publish=true", f"runtime.max_steps={STEPS}",
         f"runtime.checkpoint_every={STOP}", *more,
-    )  # fmt: skip
-    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", *sets(overrides)]
-
-
-def train(root: Path, *given: Any) -> list[dict[str, Any]]:
-    done = rollplex(*arguments(root, *given), timeout_s=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return rows(root)
-
-
-def rows(root: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RunFolder(root).metrics.read_text().splitlines()]
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def finished(prepared: RunFolder, reward: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lora") / "run"
-    train(root, prepared, reward)
+    given = sets(small(*job(prepared, reward)))
+    done = rollplex("train", "--profile", "tiny", "--run-dir", str(root), "--plain", *given)
+    assert done.returncode == 0, done.stderr[-3000:]
     return root
 
 
 def test_it_learns_on_policy_against_its_base(finished: Path) -> None:
-    found = rows(finished)
+    found = metrics(finished)
     rewards = [row["reward_mean"] for row in found]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
     assert all(row["logprob_diff_max"] < 1e-5 for row in found)
@@ -78,21 +70,19 @@ def test_a_resumed_run_ends_with_the_same_bits(finished: Path, tmp_path: Path) -
     root = tmp_path / "run"
     shutil.copytree(finished, root, symlinks=True)
     shutil.rmtree(root / "checkpoints" / f"step-{STEPS:06d}")
-    done = rollplex("train", "--resume", "--run-dir", str(root), "--plain")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert f"step {STOP + 1}/" in done.stderr + done.stdout and f"step {STOP}/" not in done.stderr + done.stdout
-    one, other = ([{key: row[key] for key in EXACT} for row in rows(r)] for r in (root, finished))
+    assert len(go_on(root)) == STEPS
+    log = RunFolder(root).rank_log(0).read_text().rpartition(START_MARK)[2]
+    assert f"step {STOP + 1}: " in log and f"step {STOP}: " not in log
+    one, other = ([{key: row[key] for key in EXACT} for row in metrics(r)] for r in (root, finished))
     assert one == other
 
 
 def test_two_ranks_train_like_one(finished: Path, prepared: RunFolder, reward: Path, tmp_path: Path) -> None:
     """Both engines sharded, and only the trainer."""
-    expected = rows(finished)[:2]
+    expected = metrics(finished)[:2]
     for rollout_tp in (2, 1):
-        found = train(
-            tmp_path / str(rollout_tp), prepared, reward, "topology.ranks_per_node=2", "topology.train_tp=2",
-            f"topology.rollout_tp={rollout_tp}", "runtime.max_steps=2",
-        )  # fmt: skip
+        degrees = ("topology.ranks_per_node=2", "topology.train_tp=2", f"topology.rollout_tp={rollout_tp}")
+        found = train(tmp_path / str(rollout_tp), *job(prepared, reward, *degrees, "runtime.max_steps=2"))
         for row, other in zip(found, expected, strict=True):
             assert row["reward_mean"] == pytest.approx(other["reward_mean"], abs=1e-9)
             assert row["loss"] == pytest.approx(other["loss"], abs=1e-4)

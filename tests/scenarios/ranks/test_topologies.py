@@ -1,37 +1,32 @@
-"""Tensor and data parallelism through the real command line: the results of one rank, whatever the degrees."""
+"""Tensor and data parallelism: the results of one rank, whatever the degrees."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from scenarios.support import ALONE, ALONE_STEPS, rollplex, sets, small
-
-from rollplex_cli.core.paths import RunFolder
+from scenarios.support import ALONE, ALONE_STEPS, go_on, metrics, rollplex, sets, small, train
 
 if TYPE_CHECKING:
+    import subprocess
     from pathlib import Path
+
+    from rollplex_cli.core.paths import RunFolder
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(600)]
 CHECKED = "guards.check_publish=true"
 TWO, FOUR = "topology.ranks_per_node=2", "topology.ranks_per_node=4"
 
 
-def arguments(root: Path, prepared: RunFolder, *overrides: str) -> list[str]:
+def job(prepared: RunFolder, *overrides: str) -> list[str]:
     base = ("model.init=checkpoint", f"model.config={prepared.base_dir}", *ALONE, "evaluation.num_samples=0", CHECKED)
-    return ["train", "--profile", "tiny", "--run-dir", str(root), "--plain", *sets(small(*base, *overrides))]
+    return [*base, *overrides]
 
 
-def train(root: Path, prepared: RunFolder, *overrides: str) -> list[dict[str, Any]]:
-    done = rollplex(*arguments(root, prepared, *overrides), timeout_s=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return rows(root)
-
-
-def rows(root: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RunFolder(root).metrics.read_text().splitlines()]
+def command(root: Path, prepared: RunFolder, *overrides: str) -> subprocess.CompletedProcess[str]:
+    given = sets(small(*job(prepared, *overrides)))
+    return rollplex("train", "--profile", "tiny", "--run-dir", str(root), "--plain", *given, timeout_s=300)
 
 
 def same(found: list[dict[str, Any]], expected: list[dict[str, Any]], steps: int) -> None:
@@ -49,8 +44,8 @@ def test_train_2_over_rollout_1_gives_the_losses_of_one_rank(
 ) -> None:
     """Twenty steps; two replicas share out the decoding. Then the other way: what two ranks saved, one resumes, and
     what one saved, two resume as one shard of two."""
-    kept = rows(alone.root)
-    same(train(tmp_path / "plain", prepared, "topology.train_tp=2", TWO), kept, ALONE_STEPS)
+    kept = metrics(alone.root)
+    same(train(tmp_path / "plain", *job(prepared, "topology.train_tp=2", TWO)), kept, ALONE_STEPS)
     assert kept[-1]["kl"] > 0
     rollouts = tmp_path / "plain" / "rollouts"
     assert [path.name for path in rollouts.iterdir()] == ["rank0.jsonl"]  # one rank speaks for the training group
@@ -63,9 +58,7 @@ def test_train_2_over_rollout_1_gives_the_losses_of_one_rank(
         for step in range(8, ALONE_STEPS + 1, 4):
             shutil.rmtree(root / "checkpoints" / f"step-{step:06d}")
         change_topology(root, prepared, *more)
-        done = rollplex("train", "--resume", "--run-dir", str(root), "--plain", timeout_s=300)
-        assert done.returncode == 0, done.stderr[-3000:]
-        same(rows(root), kept, 8)
+        same(go_on(root), kept, 8)
 
 
 def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
@@ -73,27 +66,28 @@ def change_topology(root: Path, prepared: RunFolder, *overrides: str) -> None:
     from rollplex_cli.profile.dump import resolved_yaml
     from rollplex_cli.profile.load import load_profile
 
-    given = arguments(root, prepared, *overrides, "runtime.max_steps=8")
-    (root / "profile.yaml").write_text(resolved_yaml(load_profile("tiny", given[given.index("--set") + 1 :: 2])))
+    given = small(*job(prepared, *overrides, "runtime.max_steps=8"))
+    (root / "profile.yaml").write_text(resolved_yaml(load_profile("tiny", given)))
 
 
 def test_four_ranks(prepared: RunFolder, alone: RunFolder, tmp_path: Path) -> None:
     """Two training groups of two ranks, each of one replica of two; and one group of four over two such replicas, whose
-    decode and training launch in one order. The rollout's vision features are those of the rank itself, or brought from
-    the replica that has them."""
+    decode and training launch in one order, through the real command line. The rollout's vision features are those of
+    the rank itself, or brought from the replica that has them."""
+    degrees = (FOUR, "topology.rollout_tp=2", "runtime.max_steps=3")
     reused = ("reuse.vision=true", "schedule.prefix_activations=recompute")
-    for name, overrides in (
-        ("dp", ["topology.train_tp=2"]),
-        ("q", ["topology.train_tp=4", "schedule.launch_order=always"]),
-    ):
-        degrees = (FOUR, "topology.rollout_tp=2", "runtime.max_steps=3", *reused)
-        same(train(tmp_path / name, prepared, *degrees, *overrides), rows(alone.root), 3)
+    expected = metrics(alone.root)
+    same(train(tmp_path / "dp", *job(prepared, *degrees, *reused, "topology.train_tp=2")), expected, 3)
+    ordered = ("topology.train_tp=4", "schedule.launch_order=always")
+    done = command(tmp_path / "q", prepared, *degrees, *reused, *ordered)
+    assert done.returncode == 0, done.stderr[-3000:]
+    same(metrics(tmp_path / "q"), expected, 3)
 
 
 def test_degrees_that_do_not_divide_are_named(prepared: RunFolder, tmp_path: Path) -> None:
-    done = rollplex(*arguments(tmp_path / "a", prepared, FOUR, "topology.train_tp=3"))
+    done = command(tmp_path / "a", prepared, FOUR, "topology.train_tp=3")
     assert done.returncode == 2
     assert "num_nodes 1 x ranks_per_node 4 = 4 ranks, 4 / train_tp 3 = 1.33 training groups" in done.stderr
-    done = rollplex(*arguments(tmp_path / "b", prepared, "topology.ranks_per_node=8", "topology.train_tp=8"))
+    done = command(tmp_path / "b", prepared, "topology.ranks_per_node=8", "topology.train_tp=8")
     assert done.returncode == 2
     assert "4 attention heads, `topology.train_tp` is 8: 4 / 8 = 0.50 heads a rank" in done.stderr

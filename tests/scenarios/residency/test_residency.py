@@ -6,20 +6,18 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-from scenarios.support import prepare_run, rollplex, sets, small
+import warm
+from scenarios.support import go_on, prepare_run, rollplex, sets, small, train
 
 from rollplex_cli.core.events import read_events
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.core.status import read_status
+from rollplex_cli.launch.torchrun import WORKER
 from rollplex_cli.profile.dump import resolved_yaml
 from rollplex_cli.profile.load import load_profile
 from rollplex_cli.report.memory.measured import measured_phases, memory_rows
-
-if TYPE_CHECKING:
-    from typing import Any
 
 pytestmark = [pytest.mark.scenario, pytest.mark.timeout(300)]
 
@@ -42,9 +40,9 @@ def trained(prepared: RunFolder, tmp_path_factory: pytest.TempPathFactory) -> Ru
     return run
 
 
-def resume(run: RunFolder, *overrides: str) -> subprocess.CompletedProcess[str]:
-    steps = f"runtime.max_steps={STEPS + 1}"
-    return rollplex("train", "--resume", "--run-dir", str(run.root), "--plain", *sets([steps, *overrides]))
+def rewrite(run: RunFolder, *overrides: str) -> None:
+    """Change a run's profile."""
+    run.profile.write_text(resolved_yaml(load_profile(run.profile, list(overrides))))
 
 
 def test_regions_hold_what_the_lifetime_table_says(trained: RunFolder) -> None:
@@ -67,11 +65,9 @@ def test_nothing_grows(trained: RunFolder) -> None:
 
 def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) -> None:
     before, stored = sorted(path.name for path in trained.checkpoints_dir.iterdir()), trained.profile.read_text()
-    job = load_profile(trained.profile, ["memory.budget_gib=0.009"])
-    trained.profile.write_text(resolved_yaml(job))
+    rewrite(trained, "memory.budget_gib=0.009")
     # The rank itself, because a plan may refuse the job before any rank starts.
-    worker = [sys.executable, "-m", "rollplex_cli.runtime.worker", str(trained.root)]
-    done = subprocess.run(worker, capture_output=True, text=True, timeout=120, check=False)
+    done = warm.run_ranks(["-m", WORKER, trained.root], 1, timeout_s=120)[0]
     status = read_status(trained.status(0))
     assert done.returncode == 3
     assert status is not None and status.exit_code == 3
@@ -79,8 +75,8 @@ def test_a_budget_too_small_ends_with_3_and_loses_nothing(trained: RunFolder) ->
     assert "held by `snapshot` 2.8 MiB" in status.message
     assert sorted(path.name for path in trained.checkpoints_dir.iterdir()) == before
     trained.profile.write_text(stored)
-    again = resume(trained, "memory.budget_gib=null", "memory.residency=resident")
-    assert again.returncode == 0, again.stderr[-2000:]
+    rewrite(trained, "memory.residency=resident", f"runtime.max_steps={STEPS + 1}")
+    assert len(go_on(trained.root)) == STEPS + 1
     assert set(memory_rows(trained)[-1]["regions"]) >= {"snapshot", "rollout_kv", "reference_weights", "gradients"}
 
 
@@ -94,10 +90,7 @@ def test_a_host_budget_too_small_ends_with_3(tmp_path: Path) -> None:
 
 def test_use_outside_of_a_lifetime_is_refused_or_named(prepared: RunFolder, tmp_path: Path) -> None:
     run = prepare_run(tmp_path / "run", prepared)
-    script = Path(__file__).with_name("use_after_unmap.py")
-    done: Any = subprocess.run(
-        [sys.executable, str(script), str(run.root)], capture_output=True, text=True, timeout=240, check=False
-    )
+    done = warm.run([[Path(__file__).with_name("use_after_unmap.py"), run.root]])[0]
     ended = "whose lifetime ended after `update` (step 1, phase UPDATE)"
     assert f"REFUSED `actor_suffix[0]` asked for `gradients` (step 1, phase PUBLISH), {ended}" in done.stdout
     assert done.returncode == -signal.SIGSEGV
@@ -111,8 +104,7 @@ def test_rows_of_other_ranks_go_after_decode_and_come_back_right(prepared: RunFo
     run = RunFolder(tmp_path / "run")
     keys = ("topology.ranks_per_node=2", "topology.train_tp=2", "guards.check_publish=true", "runtime.max_steps=2")
     base = ("model.init=checkpoint", f"model.config={prepared.base_dir}")
-    done = rollplex("train", "--profile", "tiny", "--run-dir", str(run.root), "--plain", *sets(small(*base, *keys)))
-    assert done.returncode == 0, done.stderr[-2000:]
+    train(run.root, *base, *keys)
     for rank in (0, 1):
         moves = [row for row in read_events(run.events(rank)) if row["name"] == "residency"]
         rows = [row for row in moves if row["regions"] == ["snapshot (holes)"]]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollplex_cli.core.errors import ClusterError
+from rollplex_cli.core.imports import without_collector
 from rollplex_cli.data.compat import ensure_torchvision
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def import_sglang(device: Device) -> None:
         if _imported_for is not None:
             raise ClusterError(f"this process already hosts SGLang for another device: `{_imported_for}`")
         check_version()
-        _import(device)
+        with without_collector():
+            _import(device)
         _imported_for = device
 
 

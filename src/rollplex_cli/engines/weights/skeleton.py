@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.imports import without_collector
 from rollplex_cli.data.compat import ensure_torchvision
 from rollplex_cli.engines.lora.adapters import attach_adapters
 from rollplex_cli.engines.weights.names import VISION_QKV_PARTS, vision_qkv
@@ -132,10 +133,11 @@ def load_model(model_dir: Path, dtype: torch.dtype) -> Any:
 
 
 def _transformers(name: str) -> Any:
-    ensure_torchvision()
-    import transformers
+    with without_collector():
+        ensure_torchvision()
+        import transformers
 
-    return getattr(transformers, name)
+        return getattr(transformers, name)
 
 
 @contextmanager
