@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
 
 NUM_WARM_UP_STEPS = 1
-"""Steps of each schedule that the benchmark takes before it measures."""
+"""Steps of each schedule that the benchmark takes before it measures, and of one before each further workload."""
 
 
 class Baseline(StrEnum):
@@ -102,7 +102,7 @@ def bench(
         options.require_fit(apart[1], machine)
     workloads = list(dict.fromkeys(str(name) for name in workload or []))
     variants = len(set(names)) + max(1, len(policies)) + len(ablate or [])
-    job = _bench_job(job, variants * max(1, len(workloads)), steps)
+    job = _bench_job(job, variants, len(workloads), steps)
     request = {
         "baselines": names,
         "steps": steps,
@@ -123,7 +123,7 @@ def bench(
             "ablations": [],
             "beside": str(run.bench_result.resolve()),
         }
-        apart_job = _bench_job(apart[0], max(1, len(workloads)), steps)
+        apart_job = _bench_job(apart[0], 1, len(workloads), steps)
         result = _measure_apart(apart_job, apart[1], run, request, plain=plain or as_json)
     if as_json:
         print_json(result)
@@ -178,7 +178,9 @@ def _check_policies(policies: list[str]) -> None:
             )
 
 
-def _bench_job(job: Profile, num_variants: int, steps: int) -> Profile:
+def _bench_job(job: Profile, num_variants: int, num_workloads: int, steps: int) -> Profile:
     """The profile as a benchmark runs it: no target to miss, and as many steps as will be taken."""
-    num_steps = num_variants * (NUM_WARM_UP_STEPS + steps)
+    further = max(0, num_workloads - 1)
+    warm_up = NUM_WARM_UP_STEPS * (num_variants + further)
+    num_steps = warm_up + num_variants * steps * (1 + further)
     return dataclasses.replace(job, target=None, runtime=dataclasses.replace(job.runtime, max_steps=num_steps))

@@ -73,14 +73,16 @@ def run_bench(rank: Rank) -> None:
     workloads = [_workload(name) for name in request.get("workloads") or [None]]
     variants = _variants(rank.profile, request)
     beside = read_json(Path(request["beside"])) or {} if "beside" in request else None
-    scorer, results = rank.engines.scorer, []
+    scorer, results, pairs = rank.engines.scorer, [], int(request.get("steps", 8))
     number = 0
-    for workload in workloads:
+    for index, workload in enumerate(workloads):
         rank.engines = dataclasses.replace(
             rank.engines, scorer=scorer if workload is None else CoinFlips(rank.profile.rollout.group_size)
         )
-        rows, measured = _measure(rank, variants, workload, int(request.get("steps", 8)), number)
-        number += len(variants) * (NUM_WARM_UP_PAIRS + int(request.get("steps", 8)))
+        # Engines that are warm only have to see the sizes of another workload once.
+        warm_up = variants[:1] if index else variants
+        rows, measured = _measure(rank, variants, warm_up, workload, pairs, number)
+        number += NUM_WARM_UP_PAIRS * len(warm_up) + pairs * len(variants)
         if rank.peers.rank == 0:
             name = rank.profile.name if workload is None else workload.name
             result = build_result(rank, variants, rows, name, measured)
@@ -89,7 +91,12 @@ def run_bench(rank: Rank) -> None:
 
 
 def _measure(
-    rank: Rank, variants: list[Variant], workload: Workload | None, pairs: int, steps_before: int
+    rank: Rank,
+    variants: list[Variant],
+    warm_up: list[Variant],
+    workload: Workload | None,
+    pairs: int,
+    steps_before: int,
 ) -> tuple[dict[str, list[dict[str, Any]]], list[Measurement]]:
     """Rows of each variant, and what `auto` decided by."""
     rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
@@ -100,10 +107,12 @@ def _measure(
     for pair in range(NUM_WARM_UP_PAIRS + pairs):
         inputs = _inputs(rank, workload, pair)
         lengths = {g: _lengths(rank, workload, pair, g) for g in range(len(inputs))}
-        for variant in variants if pair % 2 == 0 else reversed(variants):
+        measures = pair >= NUM_WARM_UP_PAIRS
+        taken = variants if measures else warm_up
+        for variant in taken if pair % 2 == 0 else reversed(taken):
             number += 1
             row = _step(rank, number, variant, inputs, lengths, workload)
-            if pair >= NUM_WARM_UP_PAIRS:
+            if measures:
                 rows[variant.name].append(row)
     return rows, measured
 
