@@ -1,6 +1,7 @@
 """Steps over responses of long-tailed lengths, with and without groups in excess: prints times and rewards.
 
-Run as `python long_tail.py RUN_DIR STEPS`; by test_long_tail.py with few steps, by hand with many for figures.
+Run as `python long_tail.py RUN_DIR STEPS`; by test_long_tail.py with few steps, by hand with many for figures. A folder
+that is not there is made with responses of up to 768 tokens, so that decode takes most of a step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from scenarios.schedule_equality import digest
-from scenarios.support import open_test_rank
+from scenarios.support import open_test_rank, prepare_run
 
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.engines.inputs import build_prompt_input
@@ -86,6 +87,12 @@ def run_case(rank: Rank, case: str, schedule: str, steps: int, initial: dict[str
 def main() -> None:
     """Print one JSON object: case and schedule to results."""
     run, steps = RunFolder(Path(sys.argv[1])), int(sys.argv[2])
+    if not run.profile.exists():
+        more = (
+            "rollout.max_new_tokens=768", "rollout.kv_tokens=32768", "data.max_prompt_tokens=256",
+            "schedule.prefix_activations=recompute",
+        )  # fmt: skip
+        run = prepare_run(run.root, None, "optimizer.lr=1e-4", *more)
     results: dict[str, dict[str, Any]] = {}
     with open_test_rank(run) as rank:
         base = rank.profile
@@ -97,9 +104,13 @@ def main() -> None:
             results[case] = {s: run_case(rank, case, s, steps, initial) for s in ("colocate", "rollplex")}
         rank.rollout_lane.submit(rank.engines.rollout.abort).result()
     for case, found in results.items():
-        ratio = results["plain"]["rollplex"]["step_s"] / found["rollplex"]["step_s"]
-        reward = statistics.fmean(row["reward_mean"] for row in found["rollplex"]["rows"])
-        print(f"{case}: {found['rollplex']['step_s']:.2f} s a step, {ratio:.2f}x, reward {reward:.3f}", file=sys.stderr)
+        plain, own = results["plain"]["rollplex"], found["rollplex"]
+        reward = statistics.fmean(row["reward_mean"] for row in own["rows"])
+        print(
+            f"{case}: {own['step_s']:.2f} s a step, {plain['step_s'] / own['step_s']:.2f}x; {own['group_s']:.3f} s a "
+            f"trained group, {plain['group_s'] / own['group_s']:.2f}x; reward {reward:.3f}",
+            file=sys.stderr,
+        )
     print(json.dumps(results), flush=True)
 
 
