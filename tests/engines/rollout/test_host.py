@@ -74,6 +74,9 @@ assert threading.active_count() == 1
 assert not logging.getLogger().handlers
 assert before == [signal.getsignal(s) for s in range(1, 32)]
 import torch
+positions = importlib.import_module("sglang.srt.models.utils").RotaryPosMixin.rot_pos_ids
+assert positions(torch.tensor(4), torch.tensor(8), 2) is positions(torch.tensor(4), torch.tensor(8), 2)
+assert positions(4, 8, 2).shape == (32, 2)
 assert not torch._dynamo.config.disable
 from rollplex_cli.plan.families import FAMILIES
 registry = importlib.import_module("sglang.srt.models.registry").ModelRegistry

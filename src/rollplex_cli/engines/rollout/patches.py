@@ -123,6 +123,11 @@ def _qwen2_vl_tower(self: Any, vision_config: Any, *args: Any, **kwargs: Any) ->
     _originals["qwen2_vl_tower"](self, vision_config, *args, **kwargs)
 
 
+def _rot_pos_ids(h: Any, w: Any, spatial_merge_size: Any) -> torch.Tensor:
+    found: torch.Tensor = _originals["rot_pos_ids"](int(h), int(w), int(spatial_merge_size))
+    return found
+
+
 class _QuietTqdm(tqdm):
     """A progress bar that shows nothing."""
 
@@ -225,6 +230,12 @@ PATCHES: tuple[Patch, ...] = (
         attention.vision,
         "upstream builds a mask of all patches by all patches, quadratic in the prompts of a batch",
         devices=("cpu",),
+    ),
+    Patch(
+        "sglang.srt.models.utils:RotaryPosMixin.rot_pos_ids",
+        staticmethod(_rot_pos_ids),
+        "upstream keys its cache of positions by tensors, which are equal to themselves alone: a thousand copies are kept",
+        keep_as="rot_pos_ids",
     ),
     Patch(
         "sglang.srt.models.qwen2_vl:Qwen2VisionTransformer.__init__",
