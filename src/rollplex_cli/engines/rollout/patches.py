@@ -234,7 +234,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "sglang.srt.models.utils:RotaryPosMixin.rot_pos_ids",
         staticmethod(_rot_pos_ids),
-        "upstream keys its cache of positions by tensors, which are equal to themselves alone: a thousand copies are kept",
+        "upstream keys its cache of positions by tensors, each equal to itself alone: a thousand copies are kept",
         keep_as="rot_pos_ids",
     ),
     Patch(
