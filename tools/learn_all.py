@@ -1,12 +1,15 @@
 """Every algorithm on the demo task, from one cold start: prints the reward curves. Takes a few minutes each.
 
     .venv/bin/python tools/learn_all.py FOLDER [ALGORITHM...]
+    .venv/bin/python tools/learn_all.py FOLDER grpo partial oversample \\
+        --set runtime.seed=21 --set target=null --set runtime.max_steps=80       reward curves of equal length
 
 Runs that are there already are continued or only read. Exits with 1 if one of them missed 0.9.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -31,7 +34,7 @@ SETTINGS: dict[str, list[str]] = {
 """Hyper-parameters of each algorithm on the `tiny` profile; the last two are GRPO with another rollout."""
 
 
-def train(name: str, folder: Path, base: Path | None) -> list[float]:
+def train(name: str, folder: Path, base: Path | None, more: list[str]) -> list[float]:
     """Train in `folder` (unless it was) and return the mean reward of each step."""
     metrics = folder / "metrics.jsonl"
     if not (folder / "checkpoints" / "latest").exists():
@@ -39,6 +42,7 @@ def train(name: str, folder: Path, base: Path | None) -> list[float]:
         sets += SETTINGS[name]
         if base is not None:
             sets += ["model.init=checkpoint", f"model.config={base}"]
+        sets += more
         command = [sys.executable, "-m", "rollplex_cli.cli.main", "train", "--profile", "tiny", "--plain"]
         command += ["--run-dir", str(folder), *(part for item in sets for part in ("--set", item))]
         log = folder.with_suffix(".log")
@@ -52,12 +56,19 @@ def train(name: str, folder: Path, base: Path | None) -> list[float]:
 
 def main() -> int:
     """Train all, print a line each; returns the exit code."""
-    root, names = Path(sys.argv[1]), sys.argv[2:] or list(SETTINGS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("algorithms", nargs="*", metavar="ALGORITHM", help=f"of {', '.join(SETTINGS)} [default: all]")
+    parser.add_argument("--set", action="append", default=[], dest="sets", metavar="KEY=VALUE", help="for every run")
+    arguments = parser.parse_args()
+    root, names = arguments.folder, arguments.algorithms or list(SETTINGS)
+    if unknown := [name for name in names if name not in SETTINGS]:
+        parser.error(f"no such algorithm: {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
     root.mkdir(parents=True, exist_ok=True)
     base: Path | None = None
     missed = []
     for name in names:
-        rewards = train(name, root / name, base)
+        rewards = train(name, root / name, base, arguments.sets)
         base = base or (root / name / "base").resolve()
         means = [sum(rewards[i : i + WINDOW]) / len(rewards[i : i + WINDOW]) for i in range(0, len(rewards), WINDOW)]
         best = max(sum(rewards[i : i + WINDOW]) / WINDOW for i in range(max(1, len(rewards) - WINDOW + 1)))
