@@ -44,6 +44,11 @@ def test_the_most_that_fits(mode: str, budget: int) -> None:
     assert plan.memory.budgeted_bytes <= budget * GIB < budgeted(open_job, tokens + STEP_TOKENS)
 
 
+def test_a_device_without_a_budget_is_not_filled_to_the_brim() -> None:
+    _, plan = settled(job(), ROOMY)
+    assert plan.memory.budgeted_bytes <= 0.95 * ROOMY < plan.memory.budgeted_bytes + GIB
+
+
 def test_stage_inputs_of_more_prompts_than_graphs() -> None:
     counts = [
         settled(job(f"schedule.prefix_activations={mode}"), ROOMY)[0].schedule.prefix_kept_tokens

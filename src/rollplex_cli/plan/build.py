@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from rollplex_cli.profile.schema import Profile
 
 VALUE_BYTES = {"float32": 4, "bfloat16": 2}
+KEPT_SHARE = 0.95
+"""Of a device without a budget, what prefix activations may fill up to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,9 @@ def build_plan(profile: Profile, device_bytes: int | None = None) -> Plan:
     )
     inputs = _memory_inputs(profile, shape, topology, tasks)
     budget = _gib(profile.memory.budget_gib)
-    limit = min((size for size in (budget, device_bytes) if size is not None), default=None)
+    # Kept by choice, so it leaves room for what the allocator cannot use; a budget has been chosen with that in mind.
+    room = None if device_bytes is None else int(device_bytes * KEPT_SHARE)
+    limit = min((size for size in (budget, room) if size is not None), default=None)
     compute = _of_largest_role if topology.disaggregated else _of_both_roles
     inputs, memory = settle_kept_prefixes(inputs, limit, compute)
     return Plan(
