@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollplex_cli.core.errors import RunFailedError
+from rollplex_cli.core.errors import RollplexError, RunFailedError
 from rollplex_cli.core.units import MIB
 from rollplex_cli.memory.manager import MemoryManager, ResidencyChange
 from rollplex_cli.memory.regions import Content, RegionError, RegionState
@@ -142,6 +142,67 @@ def test_changes_are_told_in_order_with_bytes_and_reason(
         (False, ("weights",), 2 * MIB, "actor_prefix_backward[2]", 0),
     ]
     assert all(change.seconds >= 0 for change in changes)
+
+
+@pytest.mark.parametrize("fail_in", range(1, 9))
+def test_after_a_failure_at_any_primitive_usage_is_what_the_driver_holds(
+    manager: MemoryManager, driver: Any, fail_in: int
+) -> None:  # V7, R6
+    unit = manager.memory.granularity
+    region = manager.region("weights", 5 * unit, content=Content.SAVED, handle_bytes=4 * unit)
+    region.place("w", (region.size_bytes,), torch.uint8)
+    manager.map("weights")
+    driver.fail_in = fail_in
+    failed = False
+    try:
+        manager.host.allocate("masters", unit).close()
+        manager.unmap("weights", after="x")
+    except RollplexError:
+        failed = True
+    assert failed is (fail_in <= 5)  # pin, unpin, pin, 2 unmap; then 2 release, of which a refused one is tried again
+    driver.fail_in = 0
+    for buffer in tuple(manager.host._open):
+        buffer.close()  # the one that could not be unpinned
+    held = {"weights": region.size_bytes} if failed else {}
+    assert manager.usage().regions == held
+    assert driver.created_bytes == sum(held.values())
+    assert region.state is (RegionState.MAPPED if failed else RegionState.UNMAPPED)
+
+
+def test_bytes_that_the_driver_takes_late_are_counted_until_then_and_no_longer(
+    manager: MemoryManager, driver: Any, changes: list[ResidencyChange]
+) -> None:  # V7
+    for name in ("weights", "gradients"):
+        manager.region(name, manager.budget_bytes)
+    manager.map("weights")
+    driver.failing = frozenset({"release"})
+    manager.unmap("weights", after="x")
+    assert manager.get("weights").state is RegionState.UNMAPPED
+    assert manager.usage().regions == {"weights": driver.created_bytes} == {"weights": manager.budget_bytes}
+    assert changes[-1].used_bytes == manager.get("weights").held_bytes == manager.budget_bytes
+    with pytest.raises(OutOfMemoryError, match=r"`gradients` within .* and 0 B are free; held by `weights`"):
+        manager.map("gradients")
+    driver.failing = frozenset()
+    manager.map("gradients")
+    assert manager.usage().regions == {"gradients": driver.created_bytes} == {"gradients": manager.budget_bytes}
+
+
+@pytest.mark.parametrize("read", ["held", "free", "usage"])
+def test_asking_what_is_held_tries_again_to_give_back(manager: MemoryManager, driver: Any, read: str) -> None:  # V7
+    region = manager.region("weights", 2 * MIB)
+    manager.map("weights")
+    driver.failing = frozenset({"release"})
+    manager.unmap("weights", after="x")
+    driver.failing = frozenset()
+    assert driver.created_bytes == 2 * MIB
+    if read == "held":
+        assert region.held_bytes == 0
+    elif read == "free":
+        manager.memory.free_bytes()
+    else:
+        usage = manager.usage()
+        assert (usage.regions, usage.used_bytes) == ({}, 0)
+    assert driver.created_bytes == manager.memory.ledger.total_bytes == 0
 
 
 def test_check_sees_bytes_that_nobody_owns(manager: MemoryManager) -> None:

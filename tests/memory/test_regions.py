@@ -194,6 +194,26 @@ def test_an_unmap_of_several_regions_that_fails_anywhere_keeps_every_byte(bench:
         assert bench.memory.live().created_bytes == bench.driver.created_bytes == 0
 
 
+@pytest.mark.parametrize("content", [Content.SAVED, Content.CONSTANT])
+def test_a_failed_unmap_has_saved_nothing_even_if_the_copy_cannot_be_unpinned(
+    bench: Workbench, content: Content
+) -> None:  # R6
+    region = bench.region(content=content)
+    region.map()
+    fill(region)
+    bench.driver.failing = frozenset({"unmap", "unpin"})
+    with pytest.raises(DriverCallError):
+        region.unmap(after="x")
+    bench.driver.failing = frozenset()
+    assert region.state is RegionState.MAPPED
+    assert bench.host.holders() == {"weights (saved)": region.size_bytes}  # still pinned, so still counted
+    values = region.tensor("values").neg_().cpu().clone()
+    region.unmap(after="x")
+    region.map()
+    assert region.tensor("values").cpu().equal(values)
+    assert bench.host.holders() == {"weights (saved)": region.size_bytes}
+
+
 def test_what_cannot_be_undone_is_broken_and_close_still_gives_everything_back(bench: Workbench) -> None:  # R7
     region = bench.region()
     bench.driver.failing = frozenset({"set_access", "unmap"})

@@ -264,11 +264,14 @@ class MemoryManager:
         self.memory.driver.close()
 
     def _usage(self) -> MemoryUsage:
+        external = {owner: count() for owner, count in self._external.items()}
+        # Asks the driver once more to take what it refused, so the ledger is read afterwards.
+        free = self.memory.free_bytes()
         return MemoryUsage(
             budget_bytes=self.budget_bytes,
             regions=self.memory.ledger.snapshot().by_owner,
-            external={owner: count() for owner, count in self._external.items()},
-            driver_used_bytes=self.memory.total_bytes() - self.memory.free_bytes(),
+            external=external,
+            driver_used_bytes=self.memory.total_bytes() - free,
             pinned=self.host.holders(),
         )
 

@@ -63,7 +63,7 @@ class PhaseMeter:
             manager.report(PYTORCH, self._reserved)
             manager.report(CONTEXT, self._context)
             manager.add_reclaimer(torch.cuda.empty_cache)
-        self._regions = manager.memory.ledger.snapshot().by_owner
+        self._regions = manager.memory.holders()
         self._objects: dict[str, int] = {}
         self._peak = self._driver_peak = self._longest = 0
         self._cap()
@@ -111,7 +111,7 @@ class PhaseMeter:
         self._longest = max(self._longest, driver)
         for name, size in inside.items():
             self._objects[name] = max(self._objects.get(name, 0), size)
-        self._regions = self._manager.memory.ledger.snapshot().by_owner
+        self._regions = self._manager.memory.holders()
 
     def _reserved(self) -> int:
         return torch.cuda.memory_reserved(self._device)
@@ -125,7 +125,8 @@ class PhaseMeter:
         if not self._capped:
             return
         memory = self._manager.memory
-        left = self._manager.budget_bytes - memory.ledger.total_bytes - self._context()
+        context = self._context()  # first: it may shrink what the ledger has
+        left = self._manager.budget_bytes - memory.ledger.total_bytes - context
         torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, left / memory.total_bytes())), self._device)
 
 

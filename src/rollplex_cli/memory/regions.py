@@ -116,7 +116,7 @@ class Region:
     @property
     def held_bytes(self) -> int:
         """Device bytes that are the region's in the ledger."""
-        return self.memory.ledger.held_by(self.name)
+        return self.memory.holders().get(self.name, 0)
 
     @property
     def hole_bytes(self) -> int:
@@ -246,6 +246,8 @@ class Region:
         used = self._slots.used_bytes
         if not self._keeps or not used or (self.content is Content.CONSTANT and used == self._saved_bytes):
             return
+        # Else a constant content that is written once more after a failure would not be copied again.
+        undo.callback(setattr, self, "_saved_bytes", self._saved_bytes)
         if self._backup is None:
             assert self._host is not None
             self._backup = self._host.allocate(f"{self.name} (saved)", self.size_bytes)

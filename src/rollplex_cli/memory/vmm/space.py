@@ -260,9 +260,16 @@ class VirtualMemory:
                 unreleased=sum(handle.closed for handle in self._handles),
             )
 
-    def free_bytes(self) -> int:
-        """Bytes the driver could still give, other processes counted."""
+    def holders(self) -> dict[str, int]:
+        """Bytes of handles by owner, after another try to give back those that the driver did not take."""
         with self._lock:
+            self._sweep()
+            return self.ledger.snapshot().by_owner
+
+    def free_bytes(self) -> int:
+        """Bytes the driver could still give, other processes counted; after the same try as `holders`."""
+        with self._lock:
+            self._sweep()
             return self.driver.free_bytes()
 
     def total_bytes(self) -> int:
