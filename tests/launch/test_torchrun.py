@@ -66,6 +66,15 @@ def test_collectives_of_two_lanes_leave_each_other_room() -> None:
         assert "NCCL_MAX_CTAS" not in worker_env(load_profile("qwen25vl32b", alone), {})
 
 
+def test_collectives_are_not_recorded_twice() -> None:
+    profile = load_profile("qwen25vl7b")
+    assert worker_env(profile, {})["TORCH_FR_BUFFER_SIZE"] == "0"
+    assert worker_env(profile, {"TORCH_FR_BUFFER_SIZE": "9"})["TORCH_FR_BUFFER_SIZE"] == "9"
+    older_name = "TORCH_NCCL_TRACE_BUFFER_SIZE"
+    assert "TORCH_FR_BUFFER_SIZE" not in worker_env(profile, {older_name: "9"})
+    assert "TORCH_FR_BUFFER_SIZE" not in worker_env(load_profile("tiny"), {})
+
+
 def test_port_in_use_is_named() -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

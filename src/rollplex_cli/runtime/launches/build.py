@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -67,7 +66,7 @@ def build_launches(order: LaunchOrder | None, *, on_device: bool) -> Launches:
     """Logs of both lanes, whose launches take their turns in `order`."""
 
     def log(lane: Lane, unit: Unit) -> CollectiveLog:
-        return CollectiveLog(lane, partial(order.turn, unit) if order else nullcontext, on_device=on_device)
+        return CollectiveLog(lane, partial(order.turn, unit) if order else None, on_device=on_device)
 
     return Launches(order, log(Lane.ROLLOUT, Unit.ROLLOUT), log(Lane.TRAINER, Unit.TRAINER))
 

@@ -45,30 +45,48 @@ class TensorParallel:
         return out
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """Partial sums of a row-parallel layer to whole activations: summed over the group, nothing backward."""
+        """Partial sums of a row-parallel layer to whole activations: summed over the group, nothing backward.
+
+        In place: `x` is a temporary that nobody else reads, a backward included.
+        """
         if self.size == 1:
             return x
         if not torch.is_grad_enabled():
-            return self.sum(x)
+            return self.sum_(x)
         out: torch.Tensor = _Leave.apply(x, self)  # type: ignore[no-untyped-call]
         return out
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """A new tensor: the sum of `x` over the group."""
-        total = x.detach().clone(memory_format=torch.contiguous_format)
-        self._all_reduce(total, dist.ReduceOp.SUM)
-        return total
+        return self.sum_(x.detach().clone(memory_format=torch.contiguous_format))
 
-    def max(self, x: torch.Tensor) -> torch.Tensor:
-        """A new tensor: the elementwise maximum of `x` over the group."""
-        largest = x.detach().clone(memory_format=torch.contiguous_format)
-        self._all_reduce(largest, dist.ReduceOp.MAX)
-        return largest
+    def sum_(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`, which is contiguous and takes no part in autograd, overwritten with its sum over the group."""
+        return self._all_reduce(x, _SUM)
 
-    def _all_reduce(self, x: torch.Tensor, op: Any) -> None:
+    def max_(self, x: torch.Tensor) -> torch.Tensor:
+        """The same with the elementwise maximum."""
+        return self._all_reduce(x, _MAX)
+
+    def _all_reduce(self, x: torch.Tensor, options: dist.AllreduceOptions) -> torch.Tensor:
+        group = self.group if self.group is not None else dist.group.WORLD
+        assert group is not None
         with self.log.launch("all_reduce", self.name, x.nbytes):
-            dist.all_reduce(whole(x), op=op, group=self.group)
+            # The group's own method: what `dist.all_reduce` puts around it costs as much again, hundreds of times a
+            # group of responses.
+            work = group.allreduce([whole(x)], options)
+            if work is not None:
+                work.wait()
+        return x
 
+
+def _options(op: Any) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.asyncOp = op, False
+    return options
+
+
+_SUM, _MAX = _options(dist.ReduceOp.SUM), _options(dist.ReduceOp.MAX)
 
 SINGLE = TensorParallel()
 """No tensor parallelism."""
@@ -88,8 +106,8 @@ class _Enter(torch.autograd.Function):
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, parallel: TensorParallel) -> torch.Tensor:
-        total: torch.Tensor = parallel.sum(x)
-        return total
+        ctx.mark_dirty(x)
+        return parallel.sum_(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -145,11 +163,11 @@ class _ShardedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, parallel: TensorParallel
     ) -> torch.Tensor:
-        shifted = logits - parallel.max(logits.amax(dim=-1)).unsqueeze(-1)
+        shifted = logits - parallel.max_(logits.amax(dim=-1)).unsqueeze(-1)
         rows, here = shard.local(targets)
         picked = shifted.gather(1, rows.unsqueeze(1)).squeeze(1).masked_fill(~here, 0.0)
         shares = shifted.exp_()
-        total, picked = parallel.sum(torch.stack([shares.sum(dim=-1), picked])).unbind()
+        total, picked = parallel.sum_(torch.stack([shares.sum(dim=-1), picked])).unbind()
         shares /= total.unsqueeze(-1)
         ctx.save_for_backward(shares, rows, here)
         return picked - total.log()
