@@ -84,13 +84,12 @@ def project_qkv(
     layer: DecoderWeights, sizes: TextSizes, x: torch.Tensor, angles: Angles
 ) -> tuple[torch.Tensor, KeyValue]:
     """Queries [B, H, S, d] and keys and values of normalised `x` [B, S, hidden]."""
-    heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
-    qkv = layer.qkv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    heads = (sizes.num_heads, sizes.num_kv_heads, sizes.num_kv_heads)
+    qkv = layer.qkv(x)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=2)
-        qkv = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2)
-    turned = rotary(qkv, angles, heads + kv_heads).transpose(1, 2)
-    q, k, v = turned.split([heads, kv_heads, kv_heads], dim=1)
+        q, k, v = qkv.view(*x.shape[:2], -1, sizes.head_dim).split(heads, dim=2)
+        qkv = torch.cat((layer.q_norm(q), layer.k_norm(k), v), dim=2).flatten(2)
+    q, k, v = rotary(qkv, angles, heads, heads_first=True)
     return q, KeyValue(k, v)
 
 
@@ -122,11 +121,11 @@ def decoder_layer(
 def key_value_only(layer: DecoderWeights, sizes: TextSizes, hidden: torch.Tensor, angles: Angles) -> KeyValue:
     """Keys and values of a layer whose output nobody reads (the last one, on a prefix)."""
     x = rms_norm(hidden, layer.input_norm, sizes.norm_eps)
-    kv = layer.kv(x).view(*x.shape[:2], -1, sizes.head_dim)
+    kv = layer.kv(x)
     if layer.k_norm is not None:
-        k, v = kv.chunk(2, dim=2)
-        kv = torch.cat((layer.k_norm(k), v), dim=2)
-    k, v = rotary(kv, angles, sizes.num_kv_heads).transpose(1, 2).chunk(2, dim=1)
+        k, v = kv.view(*x.shape[:2], -1, sizes.head_dim).chunk(2, dim=2)
+        kv = torch.cat((layer.k_norm(k), v), dim=2).flatten(2)
+    k, v = rotary(kv, angles, (sizes.num_kv_heads, sizes.num_kv_heads), heads_first=True)
     return KeyValue(k, v)
 
 

@@ -46,14 +46,39 @@ class RowLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in of this rank] -> [..., out], whole on every rank."""
-        alone = self.parallel.size == 1
-        out = F.linear(x, self.weight, self.bias if alone else None)
-        if self.adapter is not None:
-            out = self.adapter.add_to(out, x)
-        if alone:
-            return out
-        out = self.parallel.leave(out)
+        if self.parallel.size == 1:
+            out = F.linear(x, self.weight, self.bias)
+            return out if self.adapter is None else self.adapter.add_to(out, x)
+        if self.adapter is None:
+            if torch.is_grad_enabled():
+                whole: torch.Tensor = _RowLinear.apply(x, self.weight, self.bias, self.parallel)  # type: ignore[no-untyped-call]
+                return whole
+            out = self.parallel.sum_(F.linear(x, self.weight))
+            return out if self.bias is None else out.add_(self.bias)
+        out = self.parallel.leave(self.adapter.add_to(F.linear(x, self.weight), x))
         return out if self.bias is None else out + self.bias
+
+
+class _RowLinear(torch.autograd.Function):
+    """The product and its sum over the group, whose gradient is the whole one on every rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parallel: TensorParallel
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        out = parallel.sum_(F.linear(x, weight))
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad = grads[0]
+        flat = grad.reshape(-1, grad.shape[-1])
+        weight_grad = flat.t() @ x.reshape(-1, x.shape[-1]) if wants_weight else None
+        bias_grad = flat.sum(0) if wants_bias else None
+        return grad @ weight if wants_x else None, weight_grad, bias_grad, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +108,18 @@ class StackedLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in] -> [..., sum of out_i], the parts' outputs side by side."""
+        if not torch.is_grad_enabled():
+            out = self._product(x)
+            return out if self.adapter is None else self.adapter.add_to(out, x)
+        one = len(self.parts) == 1 and self.parallel.size == 1
+        if self.adapter is None and not one and self.weight is not None and self.parts[0].weight.requires_grad:
+            weights = [part.weight for part in self.parts]
+            biases = [part.bias for part in self.parts]
+            sizes = [weight.shape[0] for weight in weights]
+            fused: torch.Tensor = _FusedLinear.apply(  # type: ignore[no-untyped-call]
+                x, self.weight, self.bias, sizes, self.parallel, *weights, *biases
+            )
+            return fused
         x = self.parallel.enter(x)
         out = self._product(x)
         return out if self.adapter is None else self.adapter.add_to(out, x)
@@ -92,17 +129,12 @@ class StackedLinear:
             return self.parts[0](x)
         if self.weight is None:
             return torch.cat([part(x) for part in self.parts], dim=-1)
-        if not torch.is_grad_enabled() or not any(part.weight.requires_grad for part in self.parts):
-            return F.linear(x, self.weight, self.bias)
-        weights = [part.weight for part in self.parts]
-        biases = [part.bias for part in self.parts]
-        sizes = [weight.shape[0] for weight in weights]
-        out: torch.Tensor = _FusedLinear.apply(x, self.weight, self.bias, sizes, *weights, *biases)  # type: ignore[no-untyped-call]
-        return out
+        return F.linear(x, self.weight, self.bias)
 
 
 class _FusedLinear(torch.autograd.Function):
-    """One product over adjacent parameters; the gradient is handed back in their pieces."""
+    """One product over adjacent parameters; the gradient is handed back in their pieces, that of the input summed over
+    the group."""
 
     @staticmethod
     def forward(
@@ -111,11 +143,12 @@ class _FusedLinear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         sizes: list[int],
+        parallel: TensorParallel,
         *params: torch.Tensor | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x)
         # Not through save_for_backward: it is an alias of the parameters, whose version counters guard them.
-        ctx.weight, ctx.sizes, ctx.has_bias = weight, sizes, bias is not None
+        ctx.weight, ctx.sizes, ctx.has_bias, ctx.parallel = weight, sizes, bias is not None, parallel
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -126,7 +159,9 @@ class _FusedLinear(torch.autograd.Function):
         weight_grads = (flat.t() @ x.reshape(-1, x.shape[-1])).split(ctx.sizes)
         bias_grads = flat.sum(0).split(ctx.sizes) if ctx.has_bias else (None,) * len(ctx.sizes)
         input_grad = grad @ ctx.weight if ctx.needs_input_grad[0] else None
-        return (input_grad, None, None, None, *weight_grads, *bias_grads)
+        if input_grad is not None and ctx.parallel.size > 1:
+            ctx.parallel.sum_(input_grad)
+        return (input_grad, None, None, None, None, *weight_grads, *bias_grads)
 
 
 def adapter_of(parts: list[LowRank], scale: float) -> Adapter | None:
@@ -231,42 +266,65 @@ class Angles(NamedTuple):
         return cls(torch.cat((cos, cos), dim=-1).unsqueeze(-2), torch.cat((-sin, sin), dim=-1).unsqueeze(-2))
 
 
-def rotary(x: torch.Tensor, angles: Angles, heads: int) -> torch.Tensor:
-    """Rotate the first `heads` heads of `x` [..., all heads, head_dim]; the others pass through (Su et al., 2021, in
-    the half-split layout of Qwen). Taking queries, keys and values in one array saves their gradients a merge."""
-    if not torch.is_grad_enabled():
-        return _rotate(x, angles, heads, 1.0)
-    out: torch.Tensor = _Rotary.apply(x, *angles, heads)  # type: ignore[no-untyped-call]
-    return out
+def rotary(
+    x: torch.Tensor, angles: Angles, heads: tuple[int, ...], *, heads_first: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """Cut projections `x` [..., all heads * head_dim] into `heads` (queries, keys and values, or the last two), each
+    [..., heads, head_dim], and rotate all but the last (Su et al., 2021, in the half-split layout of Qwen).
+
+    With `heads_first` `x` is [B, S, ...] and the parts are [B, heads, S, head_dim]. Without autograd in place: nobody
+    else reads `x`. Taking the parts in one array saves their gradients a merge.
+    """
+    if torch.is_grad_enabled():
+        out: tuple[torch.Tensor, ...] = _Rotary.apply(x, *angles, heads, heads_first)  # type: ignore[no-untyped-call]
+        return out
+    whole = x.view(*x.shape[:-1], sum(heads), -1)
+    turned = whole[..., : -heads[-1], :]
+    _rotate(turned, angles, 1.0, turned)
+    return _parts(whole, heads, heads_first)
 
 
-def _rotate(x: torch.Tensor, angles: Angles, heads: int, sign: float) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    turned = out[..., :heads, :]
-    wide = x[..., :heads, :].to(angles.cos.dtype)
-    low, high = wide.chunk(2, dim=-1)
+def _rotate(x: torch.Tensor, angles: Angles, sign: float, out: torch.Tensor) -> None:
+    """Write `x` [..., heads, head_dim], rotated by `sign` times the angles, into `out`, which may be `x`. Computed in
+    the angles' type without a copy in it."""
+    low, high = x.chunk(2, dim=-1)
     swapped = torch.cat((high, low), dim=-1)
-    if out.dtype == wide.dtype:
-        torch.mul(wide, angles.cos, out=turned)
-        turned.addcmul_(swapped, angles.sin, value=sign)
-    else:
-        turned.copy_((wide * angles.cos).addcmul_(swapped, angles.sin, value=sign))
-    out[..., heads:, :] = x[..., heads:, :]
-    return out
+    torch.addcmul(x * angles.cos, swapped, angles.sin, value=sign, out=out)
+
+
+def _parts(whole: torch.Tensor, heads: tuple[int, ...], heads_first: bool) -> tuple[torch.Tensor, ...]:
+    first, dim = (whole.transpose(1, 2), 1) if heads_first else (whole, -2)
+    return tuple(first.split(heads, dim=dim))
 
 
 class _Rotary(torch.autograd.Function):
     """A rotation's gradient is the rotation by the opposite angle."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: tuple[int, ...], heads_first: bool
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
-        return _rotate(x, Angles(cos, sin), heads, 1.0)
+        ctx.heads_first, ctx.shape = heads_first, x.shape
+        sizes = (sum(heads[:-1]), heads[-1])
+        source = x.view(*x.shape[:-1], sum(heads), -1)
+        out = torch.empty_like(source)
+        (turning, rest), (turned, kept) = source.split(sizes, dim=-2), out.split(sizes, dim=-2)
+        _rotate(turning, Angles(cos, sin), 1.0, turned)
+        kept.copy_(rest)  # their own memory: the projections are not kept for the backward
+        return _parts(out, heads, heads_first)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _rotate(grads[0], Angles(*ctx.saved_tensors), ctx.heads, -1.0), None, None, None
+        pieces = [grad.transpose(1, 2) for grad in grads] if ctx.heads_first else grads
+        *turning, rest = pieces
+        joined = turning[0] if len(turning) == 1 else torch.cat(turning, dim=-2)
+        out = torch.empty(ctx.shape, dtype=rest.dtype, device=rest.device)
+        heads = (joined.shape[-2], rest.shape[-2])
+        turned, kept = out.view(*ctx.shape[:-1], sum(heads), -1).split(heads, dim=-2)
+        _rotate(joined, Angles(*ctx.saved_tensors), -1.0, turned)
+        kept.copy_(rest)
+        return out, None, None, None, None
 
 
 def inverse_frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,6 @@ from rollplex_cli.engines.trainer.model.flash import bounds_of, flash_backward, 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollplex_cli.engines.trainer.model.flash import Bounds
     from rollplex_cli.engines.trainer.model.language import KeyValue
 
 
@@ -60,43 +59,39 @@ class _Flash:
         self._prefix = bounds_of([rows], [num_prefix_tokens], device)
 
     def __call__(self, q: torch.Tensor, prefix: KeyValue, own: KeyValue) -> torch.Tensor:
-        rows = [t[0].transpose(0, 1) for t in (q, *prefix, *own)]
-        out: torch.Tensor = _FlashSuffix.apply(*rows, self._prefix, self._own)  # type: ignore[no-untyped-call]
-        return out.flatten(1).unsqueeze(0)
+        out: torch.Tensor = _FlashSuffix.apply(q, *prefix, *own, self._prefix, self._own)  # type: ignore[no-untyped-call]
+        return out
 
 
 class _FlashSuffix(torch.autograd.Function):
-    """All tensors [rows, heads, d]; `prefix_bounds` and `own_bounds` are (query bounds, key bounds, longest query,
-    longest key) as the kernel takes them."""
+    """Shapes as in `SuffixAttention`; the kernels take [rows, heads, d], and the views between the two are made here,
+    where autograd does not see them. `prefix_bounds` and `own_bounds` are (query bounds, key bounds, longest query,
+    longest key)."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        prefix_k: torch.Tensor,
-        prefix_v: torch.Tensor,
-        own_k: torch.Tensor,
-        own_v: torch.Tensor,
-        prefix_bounds: Bounds,
-        own_bounds: Bounds,
-    ) -> torch.Tensor:
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        *tensors, prefix_bounds, own_bounds = args
+        q, prefix_k, prefix_v, own_k, own_v = rows = [t.squeeze(0).transpose(0, 1) for t in tensors]
         out, lse, *state = flash_forward(q, own_k, own_v, own_bounds, causal=True)
         if prefix_k.shape[0]:
             first, first_lse, *_ = flash_forward(q, prefix_k, prefix_v, prefix_bounds, causal=False)
             whole = torch.logaddexp(first_lse, lse)
             # Log-sum-exps are [heads, rows].
             share, first_share = ((part - whole).exp().t().unsqueeze(-1) for part in (lse, first_lse))
-            out, lse = (first * first_share + out * share).to(q.dtype), whole
-        ctx.save_for_backward(q, prefix_k, prefix_v, own_k, own_v, out, lse, *state)
+            # In float32, rounded once.
+            lse, out = whole, torch.addcmul(first * first_share, out, share, out=torch.empty_like(out))
+        ctx.save_for_backward(*rows, out, lse, *state)
         ctx.prefix_bounds, ctx.own_bounds = prefix_bounds, own_bounds
-        return out
+        return out.reshape(1, len(out), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, prefix_k, prefix_v, own_k, own_v, out, lse, *state = ctx.saved_tensors
-        grad = grads[0].contiguous()
+        grad = grads[0].reshape(out.shape).contiguous()
         dq, dk, dv = flash_backward(grad, q, own_k, own_v, out, lse, ctx.own_bounds, state, causal=True)
-        if not prefix_k.shape[0]:
-            return dq, torch.zeros_like(prefix_k), torch.zeros_like(prefix_v), dk, dv, None, None
-        first = flash_backward(grad, q, prefix_k, prefix_v, out, lse, ctx.prefix_bounds, state, causal=False)
-        return dq + first[0], first[1], first[2], dk, dv, None, None
+        if prefix_k.shape[0]:
+            first = flash_backward(grad, q, prefix_k, prefix_v, out, lse, ctx.prefix_bounds, state, causal=False)
+            dq, *prefix_grads = dq + first[0], *first[1:]
+        else:
+            prefix_grads = [torch.zeros_like(prefix_k), torch.zeros_like(prefix_v)]
+        return *(t.transpose(0, 1).unsqueeze(0) for t in (dq, *prefix_grads, dk, dv)), None, None

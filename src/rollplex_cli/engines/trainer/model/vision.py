@@ -211,9 +211,8 @@ def vision_block(weights: ModelWeights, index: int, hidden: torch.Tensor, layout
 def _block_attention(
     block: VisionBlockWeights, sizes: VisionSizes, x: torch.Tensor, layout: VisionLayout, chunks: Chunks
 ) -> torch.Tensor:
-    rows, heads = x.shape[0], sizes.num_heads
-    qkv = rotary(block.qkv(x).view(rows, 3 * heads, sizes.head_dim), layout.angles, 2 * heads)
-    q, k, v = qkv.chunk(3, dim=1)
+    heads = sizes.num_heads
+    q, k, v = rotary(block.qkv(x), layout.angles, (heads, heads, heads))
     if chunks.bounds is not None:
         return block.output(flash_runs(q, k, v, chunks.bounds).flatten(1))
     outs = []
