@@ -226,7 +226,7 @@ class Actor:
             logprobs=logprobs.detach(),
             loss=loss,
             weight=result.weight,
-            metrics={name: float(value) for name, value in result.metrics.items()},
+            metrics=_read(result.metrics),
         )
 
     def logprobs(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
@@ -291,6 +291,18 @@ class Actor:
         """Drop the engine and the optimizer's state; the process group stays."""
         self._engine.close()
         self._optimizer.close()
+
+
+def _read(metrics: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Scalars as numbers; those of one type and device in one read, as each waits for the device."""
+    alike: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, value in metrics.items():
+        alike.setdefault((value.dtype, value.device), []).append(name)
+    found: dict[str, float] = {}
+    for names in alike.values():
+        values = torch.stack([metrics[name].detach() for name in names]).tolist()
+        found.update(zip(names, map(float, values), strict=True))
+    return {name: found[name] for name in metrics}
 
 
 def shard_weights(hf_model: Any, shard: Shard | None, lora: LoraSettings | None = None) -> ModelWeights:

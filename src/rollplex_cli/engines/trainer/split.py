@@ -179,7 +179,8 @@ class SplitModel:
             raise ValueError("the prefix of this group was already consumed")
         weights, sizes = self.weights, self.weights.text_sizes
         device = weights.device
-        ids = packed.token_ids.to(device)
+        # Copies to a device wait for what is launched there: all of them before the layers.
+        ids, targets = packed.token_ids.to(device), packed.targets.to(device)
         angles = language.rope(sizes, packed.position_ids.to(device).unsqueeze(1), weights.dtype)
         queries_per_kv, segments = sizes.num_heads // sizes.num_kv_heads, packed.segments.to(device)
         behind = suffix_attention(packed.lengths, segments, state.num_tokens, queries_per_kv, weights.dtype)
@@ -194,7 +195,7 @@ class SplitModel:
                 hidden = checkpoint(run, hidden, index, use_reentrant=False, preserve_rng_state=False)
             else:
                 hidden = run(hidden, index)
-        return self._logprobs(hidden[0], packed.targets.to(device))
+        return self._logprobs(hidden[0], targets)
 
     def prefix_backward(self, state: PrefixState) -> None:
         """Send the gradients collected at the boundary through the prefix into the parameters' `.grad`.

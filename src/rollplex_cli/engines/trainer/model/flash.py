@@ -19,11 +19,13 @@ Bounds = tuple[torch.Tensor, torch.Tensor, int, int]
 
 def bounds_of(query_lengths: Sequence[int], key_lengths: Sequence[int], device: torch.device) -> Bounds:
     """Bounds of runs of these lengths."""
-    first, second = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        for lengths in (query_lengths, key_lengths)
-    )
+    first = _starts(query_lengths, device)
+    second = first if query_lengths is key_lengths else _starts(key_lengths, device)
     return first, second, max(query_lengths), max(key_lengths)
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:

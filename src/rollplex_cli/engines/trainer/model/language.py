@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,10 +38,15 @@ def rope(sizes: TextSizes, position_ids: torch.Tensor, dtype: torch.dtype) -> An
 
     `position_ids` [3, B, S] int64.
     """
-    device = position_ids.device
-    axis = torch.tensor(sizes.mrope_axes, device=device)
-    positions = position_ids.to(compute_dtype(dtype))[axis].permute(1, 2, 0)
-    return Angles.of(positions * inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device))
+    axes, frequencies = _rope_constants(sizes, dtype, position_ids.device)
+    return Angles.of(position_ids.to(compute_dtype(dtype))[axes].permute(1, 2, 0) * frequencies)
+
+
+@lru_cache(maxsize=64)
+def _rope_constants(sizes: TextSizes, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Axis and frequency of every channel pair."""
+    axes = torch.tensor(sizes.mrope_axes, device=device)
+    return axes, inverse_frequencies(sizes.head_dim, sizes.rope_theta, dtype, device)
 
 
 def embed(
