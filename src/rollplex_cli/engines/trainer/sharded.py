@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rollplex_cli.engines.collectives import name_of
 from rollplex_cli.engines.trainer.arena import ALIGNMENT
 from rollplex_cli.engines.trainer.model.parallel import SINGLE, TensorParallel
-from rollplex_cli.engines.weights.names import is_adapter
+from rollplex_cli.engines.weights.names import is_adapter, is_head_norm
 from rollplex_cli.engines.weights.staged import whole
 
 if TYPE_CHECKING:
@@ -41,8 +41,9 @@ class GradientSync:
 
     A rank sees the gradient of a key/value head from its own query heads only, so ranks that share a head add theirs
     up. Gradients of replicated parameters are whole on every rank and equal but for kernels that add in no fixed
-    order; their mean keeps the copies from drifting apart. Adapter factors held whole on every rank are the
-    exception: each rank sees what went through its own part of the other factor, so theirs are added up.
+    order; their mean keeps the copies from drifting apart. Adapter factors and weights of head norms held whole on
+    every rank are the exception: each rank sees what went through its own part of the other factor, or its own heads,
+    so theirs are added up.
     """
 
     def __init__(self, shard: Shard, arena: GradientArena) -> None:
@@ -51,8 +52,8 @@ class GradientSync:
         # What is frozen has no gradients.
         placements = {name: p for name, p in shard.plan.placements.items() if name in slots}
         replicated = [n for n, p in placements.items() if p.split == "replicated"]
-        self._replicated = [slots[n] for n in replicated if not is_adapter(n)]
-        self._partial = [slots[n] for n in replicated if is_adapter(n)]
+        self._replicated = [slots[n] for n in replicated if not _is_partial(n)]
+        self._partial = [slots[n] for n in replicated if _is_partial(n)]
         self._shared = [slots[n] for n, p in placements.items() if p.split == "kv_rows" and p.sharers > 1]
         if self._shared and shard.kv_group is None:
             raise ValueError("ranks share key/value heads: the shard needs their group")
@@ -85,6 +86,11 @@ class GradientSync:
             joined *= factor
         for view, value in zip(views, joined.split([len(v) for v in views]), strict=True):
             view.copy_(value)
+
+
+def _is_partial(name: str) -> bool:
+    """Whether a rank sees its own part of a replicated parameter's gradient only."""
+    return is_adapter(name) or is_head_norm(name)
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:

@@ -129,6 +129,11 @@ def is_adapter(hf_name: str) -> bool:
     return _ADAPTER.fullmatch(hf_name) is not None
 
 
+def is_head_norm(name: str) -> bool:
+    """Whether a parameter is the weight of a norm over single heads of a decoder layer."""
+    return name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
+
+
 def vision_qkv(name: str) -> tuple[str, int | None] | None:
     """(Hugging Face tensor, part or None for the whole) of a parameter of the vision tower's stacked q, k and v;
     None for any other. A sharded trainer holds the parts apart: `attn.qkv.0.weight` is the queries'."""

@@ -55,17 +55,15 @@ class LayerNorm:
 class HeadNorm:
     """RMS norm of every head by itself, with one weight for all heads of all ranks.
 
-    A rank sees the gradient of its own heads only, so the weight enters as whole activations do: its gradients are
-    summed over the training group.
+    A rank sees the gradient of its own heads only; the ranks add theirs up once an update (`sharded.py`).
     """
 
     weight: torch.Tensor
     eps: float
-    parallel: TensorParallel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., heads, head_dim] -> the same."""
-        return rms_norm(x, self.parallel.enter(self.weight), self.eps)
+        return rms_norm(x, self.weight, self.eps)
 
 
 @dataclass(frozen=True, slots=True)

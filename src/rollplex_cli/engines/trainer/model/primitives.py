@@ -156,8 +156,8 @@ class _FusedLinear(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad = grads[0]
         flat = grad.reshape(-1, grad.shape[-1])
-        weight_grads = (flat.t() @ x.reshape(-1, x.shape[-1])).split(ctx.sizes)
-        bias_grads = flat.sum(0).split(ctx.sizes) if ctx.has_bias else (None,) * len(ctx.sizes)
+        weight_grads = torch.split_with_sizes(flat.t() @ x.reshape(-1, x.shape[-1]), ctx.sizes)
+        bias_grads = torch.split_with_sizes(flat.sum(0), ctx.sizes) if ctx.has_bias else (None,) * len(ctx.sizes)
         input_grad = grad @ ctx.weight if ctx.needs_input_grad[0] else None
         if input_grad is not None and ctx.parallel.size > 1:
             ctx.parallel.sum_(input_grad)
@@ -293,8 +293,9 @@ def _rotate(x: torch.Tensor, angles: Angles, sign: float, out: torch.Tensor) -> 
 
 
 def _parts(whole: torch.Tensor, heads: tuple[int, ...], heads_first: bool) -> tuple[torch.Tensor, ...]:
+    # Not the method `split`, a function in Python that takes longer than the views it makes.
     first, dim = (whole.transpose(1, 2), 1) if heads_first else (whole, -2)
-    return tuple(first.split(heads, dim=dim))
+    return tuple(torch.split_with_sizes(first, heads, dim))
 
 
 class _Rotary(torch.autograd.Function):
@@ -309,7 +310,8 @@ class _Rotary(torch.autograd.Function):
         sizes = (sum(heads[:-1]), heads[-1])
         source = x.view(*x.shape[:-1], sum(heads), -1)
         out = torch.empty_like(source)
-        (turning, rest), (turned, kept) = source.split(sizes, dim=-2), out.split(sizes, dim=-2)
+        turning, rest = torch.split_with_sizes(source, sizes, -2)
+        turned, kept = torch.split_with_sizes(out, sizes, -2)
         _rotate(turning, Angles(cos, sin), 1.0, turned)
         kept.copy_(rest)  # their own memory: the projections are not kept for the backward
         return _parts(out, heads, heads_first)
@@ -321,7 +323,7 @@ class _Rotary(torch.autograd.Function):
         joined = turning[0] if len(turning) == 1 else torch.cat(turning, dim=-2)
         out = torch.empty(ctx.shape, dtype=rest.dtype, device=rest.device)
         heads = (joined.shape[-2], rest.shape[-2])
-        turned, kept = out.view(*ctx.shape[:-1], sum(heads), -1).split(heads, dim=-2)
+        turned, kept = torch.split_with_sizes(out.view(*ctx.shape[:-1], sum(heads), -1), heads, -2)
         _rotate(joined, Angles(*ctx.saved_tensors), -1.0, turned)
         kept.copy_(rest)
         return out, None, None, None, None

@@ -74,7 +74,7 @@ def model_weights(
 def _decoder(layer: Any, eps: float, parallel: TensorParallel, lora: LoraSettings | None) -> DecoderWeights:
     attention, mlp = layer.self_attn, layer.mlp
     head_norms = {
-        name: HeadNorm(getattr(attention, name).weight, eps, parallel)
+        name: HeadNorm(getattr(attention, name).weight, eps)
         for name in ("q_norm", "k_norm")
         if hasattr(attention, name)
     }
