@@ -4,7 +4,8 @@
     .venv/bin/python tools/learn_all.py FOLDER grpo partial oversample \\
         --set runtime.seed=21 --set target=null --set runtime.max_steps=80       reward curves of equal length
 
-Runs that are there already are continued or only read. Exits with 1 if one of them missed 0.9.
+A run that has a checkpoint is only read; one that was interrupted before has to be removed first. Exits with 1 if one
+of them missed 0.9.
 """
 
 from __future__ import annotations
@@ -64,7 +65,10 @@ def main() -> int:
     root, names = arguments.folder, arguments.algorithms or list(SETTINGS)
     if unknown := [name for name in names if name not in SETTINGS]:
         parser.error(f"no such algorithm: {', '.join(unknown)}; there are {', '.join(SETTINGS)}")
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"cannot make the folder `{root}`: {error.strerror}")
     base: Path | None = None
     missed = []
     for name in names:

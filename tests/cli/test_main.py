@@ -191,7 +191,10 @@ def test_train_refuses_a_folder_in_use_and_resumes_it_on_request(
     monkeypatch.setattr(train, "run_job", supervised)
     assert run(["train", "--plain", "--run-dir", "r", "--set", "runtime.seed=5"]) == 0
     assert run(["train", "--plain", "--run-dir", "r"]) == 2
-    assert "hint: continue it with `--resume`, or choose another `--run-dir`" in lines(capsys)[1]
+    assert (
+        "hint: choose another `--run-dir`; a training run is continued with `rollplex train --resume`"
+        in lines(capsys)[1]
+    )
     assert run(["train", "--plain", "--run-dir", "r", "--resume", "--max-steps", "7"]) == 0
     job = supervised.jobs[-1][0]
     assert (job.runtime.seed, job.runtime.max_steps) == (5, 7)  # type: ignore[attr-defined]

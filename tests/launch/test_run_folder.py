@@ -40,7 +40,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     make(tmp_path / "run")
     with pytest.raises(UsageError, match="the run folder exists: `.*run`") as caught:
         make(tmp_path / "run")
-    assert caught.value.hint == "continue it with `--resume`, or choose another `--run-dir`"
+    assert caught.value.hint == "choose another `--run-dir`; a training run is continued with `rollplex train --resume`"
     assert caught.value.exit_code == 2
 
 

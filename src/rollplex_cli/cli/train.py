@@ -86,6 +86,11 @@ def _reopen(job: Profile, plan: Plan, run_dir: Path) -> RunFolder:
     from rollplex_cli.profile.dump import resolved_yaml
 
     run = reopen_run(run_dir)
+    if run.bench.exists() or run.measure.exists():
+        raise UsageError(
+            f"`{run_dir}` holds a benchmark or a measurement, which is not continued",
+            hint="start it again with another `--run-dir`",
+        )
     # Another supervisor's profile must not change under it.
     lock = lock_run(run)
     try:

@@ -92,8 +92,7 @@ def read_video(
     try:
         return _read(path, partial(sample_indices, fps=fps, max_frames=max_frames, min_frames=min_frames, rule=rule))
     except (av.FFmpegError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise DataError(f"video cannot be decoded ({reason or error}): {path}") from None
+        raise DataError(f"video cannot be decoded ({error.strerror or error}): {path}") from None
 
 
 def write_video(path: Path, frames: Sequence[NDArray[np.uint8]] | NDArray[np.uint8], fps: Fraction | int) -> None:

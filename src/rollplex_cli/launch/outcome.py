@@ -101,6 +101,8 @@ def interrupted(run: RunFolder, statuses: Sequence[RankStatus | None] = ()) -> I
     said = next((s.message for s in statuses if s is not None and s.state == "interrupted" and s.message), "")
     resumable = run.checkpoints_dir.is_dir() and any(run.checkpoints_dir.iterdir())
     hint = f"continue with `rollplex train --resume --run-dir {run.root}`"
+    if run.bench.exists() or run.measure.exists():
+        hint = "a benchmark or measurement is not continued: start it again with another `--run-dir`"
     return InterruptedRunError(
         said or ("interrupted" if resumable else "interrupted before the first checkpoint"), hint=hint
     )

@@ -37,7 +37,7 @@ def create_run(root: Path, *, profile_yaml: str, plan_json: str, argv: Sequence[
         UsageError: the folder exists and is not empty, or cannot be made.
     """
     if root.is_dir() and any(root.iterdir()):
-        hint = "continue it with `--resume`, or choose another `--run-dir`"
+        hint = "choose another `--run-dir`; a training run is continued with `rollplex train --resume`"
         raise UsageError(f"the run folder exists: `{root}`", hint=hint)
     run = RunFolder(root)
     try:

@@ -247,10 +247,10 @@ def _vision(profile: Profile) -> Iterator[tuple[str, str]]:
         )
         yield "reuse.vision", text
     kept = profile.schedule.prefix_activations
-    if not profile.frozen_vision and kept in ("keep", "host") and not profile.reuse.rollout_prefix:
+    if not profile.frozen_vision and kept != "recompute" and not profile.reuse.rollout_prefix:
         text = (
-            f"got `{kept}`, expected `device` or `recompute` with `reuse.vision` and a vision tower that is trained: "
-            "the rollout leaves the tower's output, no activations (`model.freeze_vision: true` needs none)"
+            f"got `{kept}`, expected `recompute` with `reuse.vision` and a vision tower that is trained: the rollout "
+            "leaves the tower's output, no activations (`model.freeze_vision: true` needs none)"
         )
         yield "schedule.prefix_activations", text
 

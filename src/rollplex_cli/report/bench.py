@@ -36,6 +36,9 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
     ]
     facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
     parts = result.get("workloads")
+    first = next(iter(parts.values()), {}) if isinstance(parts, dict) else result
+    if (launch := number(first, "launch_us")) is not None:
+        facts.append(f"an operation takes the host {launch:.0f} microseconds to issue")
     if isinstance(parts, dict):
         facts += [f"{name}: {fact}" for name, part in parts.items() for fact in _update(part)]
     else:

@@ -209,6 +209,8 @@ class LiveView:
             for heading, key, spec in COLUMNS
             if number(row, key) is not None and (key != "kl" or has_kl(self._watch.rows))
         ]
+        if left_out := number(row, "skipped_samples"):
+            parts.append(f"left out {left_out:.0f}")
         return "  ".join(parts)
 
     def _step_table(self) -> Table:

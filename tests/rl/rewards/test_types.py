@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplex_cli.rl.rewards.text import find_answer, option_letter, parse_number, tagged_answers
-from rollplex_cli.rl.rewards.types import TYPES
+from rollplex_cli.rl.rewards.types import MAX_FORMULA, TYPES
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,18 @@ def test_formats(text: str, finished: bool, plain: int, think: int) -> None:
 )
 def test_math(text: str, truth: str, expected: float) -> None:
     assert TYPES["math"](Row(truth), text, True) == expected
+
+
+def test_a_formula_of_thousands_of_characters_is_wrong_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+
+    read: list[str] = []
+    parse = math_verify.parse
+    monkeypatch.setattr(math_verify, "parse", lambda text: (read.append(text), parse(text))[1])
+    assert TYPES["math"](Row("5001"), "<answer>" + "1+" * 5000 + "1</answer>", True) == 0.0
+    assert not read
+    assert TYPES["math"](Row("5001"), "word " * 2000 + "so $5001$", True) == 1.0
+    assert max(map(len, read)) <= MAX_FORMULA
 
 
 @pytest.mark.parametrize(

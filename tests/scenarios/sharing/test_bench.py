@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scenarios.support import rollplex, sets, small
+
+from rollplex_cli.core.paths import RunFolder
 
 pytestmark = pytest.mark.scenario
 
@@ -53,6 +58,29 @@ def test_policies_that_cannot_be_measured_are_refused(tmp_path: Path, arguments:
     done = rollplex("bench", "--profile", "tiny", *arguments, "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 2
     assert text in done.stderr
+
+
+def test_one_signal_ends_it_and_it_is_not_continued(tmp_path: Path) -> None:
+    run, more = RunFolder(tmp_path / "run"), ("rollout.max_new_tokens=16",)
+    command = [sys.executable, "-m", "rollplex_cli.cli.main", "bench", "--profile", "tiny", *sets(small(*more))]
+    command += ["--workload", "star", "--steps", "500", "--run-dir", str(run.root), "--plain"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("step 2 "):
+                process.send_signal(signal.SIGINT)
+        process.wait(60)
+    finally:
+        process.kill()
+    err = "".join(said)
+    assert process.returncode == 75, err
+    assert "stopped by a signal after step" in err and "a benchmark or measurement is not continued" in err
+    assert "Traceback" not in err
+    resumed = rollplex("train", "--resume", "--run-dir", str(run.root))
+    assert resumed.returncode == 2 and "which is not continued" in resumed.stderr
 
 
 @pytest.mark.timeout(600)

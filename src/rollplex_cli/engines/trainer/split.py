@@ -58,7 +58,7 @@ class PrefixState:
     outputs: tuple[KeyValue, ...] = ()
     """The same values attached to the graph (`keep`)."""
     stage_inputs: list[Carry] = field(default_factory=list)
-    """Input of each stage (`device`, `host`); of the last ones where the others have to run again."""
+    """Input of each stage (`device`, `host`)."""
     media: Encoded | None = None
     """The frozen tower's output, from which a recomputation starts (`recompute`)."""
     consumed: bool = False
@@ -127,7 +127,7 @@ class SplitModel:
         """Run prompt positions 0..P-2 and keep what `mode` needs for the backward.
 
         With `media` the tower does not run here: it has this output already. A frozen one does not run in the backward
-        either; one that is trained does, which only `recompute` and `device` can.
+        either; one that is trained does, which only `recompute` can.
 
         A prompt of one token has an empty boundary. Raises ValueError if the last prompt token is a media placeholder,
         or `media` does not fit the prompt or the mode.
@@ -146,11 +146,7 @@ class SplitModel:
             outputs = run_stages(stages, saved)
         if mode == "none":
             return PrefixState(prompt, mode, outputs)
-        kept = saved or []
-        if media is not None and not self._freeze_vision:
-            # The stages of the tower have had no inputs: they get them in the backward.
-            kept = kept[-len(self.weights.layers) :]
-        kept = to_host(kept) if mode == "host" else kept
+        kept = to_host(saved or []) if mode == "host" else saved or []
         again = media if self._freeze_vision and mode == "recompute" else None
         return PrefixState(prompt, mode, leaves(outputs), stage_inputs=kept, media=again)
 
@@ -295,7 +291,7 @@ class SplitModel:
         return tuple(KeyValue(leaf(), leaf()) for _ in weights.layers)
 
     def _check_media(self, prompt: PromptInput, mode: PrefixMode, media: Encoded) -> None:
-        if mode in ("keep", "host") and not self._freeze_vision:
+        if mode in ("keep", "device", "host") and not self._freeze_vision:
             raise ValueError(f"the backward of mode `{mode}` needs the tower's own forward, which is trained")
         wanted = sum(last - first + 1 for first, last in prompt.media_spans)
         if any(len(rows) != wanted for rows in (media.rows, *media.deepstack)):
@@ -363,15 +359,12 @@ class SplitModel:
         return run
 
     def _staged_backward(self, state: PrefixState, grads: list[torch.Tensor]) -> None:
-        """Backward stage by stage from the last one, so that one stage's activations exist at a time. Stages whose
-        inputs were not kept run again first, all that are left when the first of them comes."""
+        """Backward stage by stage from the last one, so that one stage's activations exist at a time."""
         stages = self._stages(state.input, state.media)
-        inputs = state.stage_inputs
+        inputs = stage_inputs(stages) if state.mode == "recompute" else state.stage_inputs
         carry_grads: tuple[torch.Tensor | None, ...] = ()
         without_backward = self._stages_without_backward(state.input)
         while len(stages) > without_backward:
-            if not inputs:
-                inputs = stage_inputs(stages)
             stage, saved = stages.pop(), inputs.pop()
             # Detached, because what a stage only hands on is one tensor in the inputs of several.
             entry = tuple(tensor.to(self.weights.device).detach() for tensor in saved)

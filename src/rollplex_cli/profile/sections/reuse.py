@@ -18,9 +18,9 @@ class ReuseProfile:
     vision: bool = False
     """Take the output of the vision tower from the rollout's prefill: a frozen tower then runs once per prompt for
     rollout, reference and actor, a trained one once for the rollout and the actor's forward (its backward runs it
-    again, and needs `schedule.prefix_activations` `device` or `recompute`). Other kernels computed it, so log-probs and
-    gradients differ by rounding. Prefixes wait for their prompt's prefill, and the features of all prompts of a step
-    are held (hidden size values a media token). Not with `schedule.name: disagg`."""
+    again, and needs `schedule.prefix_activations: recompute`). Other kernels computed it, so log-probs and gradients
+    differ by rounding. Prefixes wait for their prompt's prefill, and the features of all prompts of a step are held
+    (hidden size values a media token). Not with `schedule.name: disagg`."""
     frozen_vision: bool = True
     """Where the tower is frozen, the trainer's own runs once per prompt for reference, actor and the recomputation in
     the backward. Exact. Holds the features likewise; `reuse.vision` saves this run too."""

@@ -11,6 +11,7 @@ Where a type exists in Video-R1 (its `accuracy_reward`), it follows that one, wi
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
@@ -46,6 +47,8 @@ class Row(Protocol):
         """Further columns of the row; `options` lists the texts of a multiple choice."""
 
 
+MAX_FORMULA = 1000
+"""Characters of a formula; of a response without tags as many are read, from its end."""
 _FORMAT = re.compile(r"\s*(?:<think>.*?</think>\s*)?<answer>.*?</answer>\s*", re.DOTALL)
 _THINK_FORMAT = re.compile(r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -130,6 +133,7 @@ def think_format(row: Row, text: str, finished: bool) -> float:
 
 def math_equal(row: Row, text: str, finished: bool) -> float:
     """1 where `math-verify` finds the answer equal to the true one; without tags the last formula or number counts.
+    An answer of over MAX_FORMULA characters is wrong unread: parsing one takes seconds.
 
     Call it on the main thread of a process that may be killed: it bounds its own time by an alarm signal, which
     works nowhere else, and symbolic algebra knows no other bound.
@@ -138,10 +142,14 @@ def math_equal(row: Row, text: str, finished: bool) -> float:
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
+    # A formula that takes too long is a wrong answer, and no news.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     answer = find_answer(text)
+    if answer is not None and len(answer) > MAX_FORMULA:
+        return 0.0
     try:
         right = parse(_as_formula(truth(row.answer)))
-        given = parse(text if answer is None else _as_formula(answer))
+        given = parse(text[-MAX_FORMULA:] if answer is None else _as_formula(answer))
         return float(verify(right, given))
     except TimeoutException:
         return 0.0

@@ -10,6 +10,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING
 
+from rollplex_cli.core.errors import InterruptedRunError
 from rollplex_cli.runtime.bench.prompts import CoinFlips, longest_inputs
 from rollplex_cli.runtime.executor.schedules import schedule_of
 from rollplex_cli.runtime.step import run_step
@@ -34,3 +35,7 @@ def run_measure(rank: Rank) -> None:
         if rank.peers.rank == 0:
             with rank.run.metrics.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(result.row) + "\n")
+        own = {"stop": rank.control.stop_requested}
+        every = rank.peers.meet(f"measured step {step}", own, rank.control.tick)
+        if any(theirs["stop"] for theirs in every):
+            raise InterruptedRunError(f"stopped by a signal after step {step} of a measurement")

@@ -6,6 +6,7 @@ import math
 import os
 import platform
 import statistics
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ Rows = dict[str, list[dict[str, Any]]]
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
 GEMM_SIZE, GEMM_TIMES = 8192, 20
+LAUNCHES, LAUNCH_BATCHES = 200, 9
+"""Fewer at once than a device's queue holds: a full one would be waited for."""
 
 
 def build_result(
@@ -41,6 +44,7 @@ def build_result(
         "model": rank.profile.model.config,
         "pairs": len(rows[variants[0].name]),
         "bound_s": bound,
+        "launch_us": launch_us("cuda" if torch.cuda.is_available() else "cpu"),
         "update": summarize_updates(row for own in rows.values() for row in own),
         "co_run": [asdict(m) for m in measured],
         "choices": [asdict(c) for c in rank.sharing.choices],
@@ -159,6 +163,21 @@ def _matrix_rate() -> float:
     end.record()
     end.synchronize()
     return float(2 * GEMM_SIZE**3 * GEMM_TIMES / (start.elapsed_time(end) / 1000))
+
+
+def launch_us(device: str) -> float:
+    """Microseconds of this host to issue one small operation, the median over LAUNCH_BATCHES batches. A training task
+    is some thousands of them, and no shorter than that whatever the device does."""
+    x = torch.zeros(1, device=device)
+    found = []
+    for _ in range(LAUNCH_BATCHES):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        begun = time.perf_counter()
+        for _ in range(LAUNCHES):
+            x.add_(1.0)
+        found.append((time.perf_counter() - begun) / LAUNCHES * 1e6)
+    return statistics.median(found)
 
 
 def _hardware(rank: Rank) -> str:

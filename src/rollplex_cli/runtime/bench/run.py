@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollplex_cli.core.errors import UsageError
+from rollplex_cli.core.errors import InterruptedRunError, UsageError
 from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.names import TaskKind
 from rollplex_cli.core.seeds import derive_seed
@@ -133,7 +133,7 @@ def _step(
     outcome = result.tasks.outcome  # of a rank that trains
     peak = rank.memory.meter.take_driver_peak() if torch.cuda.is_available() else None
     prompt_tokens = [i.num_tokens for i in inputs] if rank.team.leads else []
-    own = {"prompt_tokens": prompt_tokens, "peak_bytes": peak or 0}
+    own = {"prompt_tokens": prompt_tokens, "peak_bytes": peak or 0, "stop": rank.control.stop_requested}
     every = rank.peers.meet(f"bench step {number}", own, rank.control.tick)
     prompt_tokens = [n for theirs in every for n in theirs["prompt_tokens"]]
     row = {
@@ -148,6 +148,8 @@ def _step(
         with rank.run.metrics.open("a", encoding="utf-8") as stream:
             which = {"workload": workload and workload.name, "schedule": variant.schedule, "variant": variant.name}
             stream.write(json.dumps({**row, **which}) + "\n")
+    if any(theirs["stop"] for theirs in every):
+        raise InterruptedRunError(f"stopped by a signal after step {number} of a benchmark")
     return row
 
 
