@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "extra groups": {"extra_groups": 4},
     "partial": {"extra_groups": 4, "keep_partial": True},
+    "partial, never waited for": {"extra_groups": 4, "keep_partial": True, "max_carries": 32},
     "partial, masked": {"extra_groups": 4, "keep_partial": True, "stale_tokens": "mask"},
     "partial, rollout's vision": {"extra_groups": 4, "keep_partial": True},
 }
