@@ -59,13 +59,14 @@ def test_plain_view_says_each_step_once(make_run: MakeRun, append: Append, metri
     out = io.StringIO()
     with plain_view(folder, out) as view:
         for step in (1, 2, 3):
-            append(folder.metrics, [metric_row(step, 30)])
+            append(folder.metrics, [metric_row(step, 30) | ({"skipped_samples": 4} if step == 3 else {})])
             view.poll()
             view.poll()
     lines = out.getvalue().splitlines()
     assert lines[0] == "tiny [/answer]"
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/30", "2/30", "3/30"]
     assert "KL 0.002" in out.getvalue()
+    assert out.getvalue().count("left out 4") == 1
 
 
 def test_plain_view_of_a_resumed_run_says_new_steps_only(

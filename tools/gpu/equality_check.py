@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "memory"))
 from memory_growth import overrides  # noqa: E402
 
 from rollplex_cli.core.paths import RunFolder  # noqa: E402
-from rollplex_cli.profile.sections.reuse import ReuseProfile  # noqa: E402
 from rollplex_cli.profile.sharing import parse_policy  # noqa: E402
 
 if TYPE_CHECKING:
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from rollplex_cli.runtime.assembly.rank import Rank
 
-NOTHING = {"rollout_prefix": False, "vision": False, "frozen_vision": False, "skip_zero_advantage": False}
 EXACT: dict[str, tuple[str, str, bool]] = {
     "serial": ("rollplex", "serial", True),
     "serial again": ("rollplex", "serial", True),
@@ -75,13 +73,14 @@ def parse() -> argparse.Namespace:
 def run_case(rank: Rank, name: str, steps: int, initial: Mapping[str, Any]) -> dict[str, Any]:
     """`steps` steps from the initial state: a list of each figure, and the updated weights on the host in float32."""
     from rollplex_cli.engines.inputs import build_prompt_input
+    from rollplex_cli.runtime.bench.run import NOTHING_REUSED
     from rollplex_cli.runtime.executor.schedules import schedule_from
     from rollplex_cli.runtime.step import run_step
 
     rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(dict(initial))).result()
     rank.rollout_lane.submit(rank.engines.rollout.publish).result()
     schedule_name, policy, early = EXACT.get(name, ("rollplex", "auto", True))
-    reuse = ReuseProfile(**{**NOTHING, **REUSED.get(name, {})})
+    reuse = dataclasses.replace(NOTHING_REUSED, **REUSED.get(name, {}))
     rank.sharing.follow(parse_policy(policy))
     schedule = schedule_from(schedule_name, early_groups=early, prefixes_in_flight=0)
     rows = []

@@ -4,7 +4,8 @@
     python tools/gpu/sweep.py --model tiny --device cpu --workload star --steps 1 --out /tmp/results
 
 Writes one JSON per workload (the contents of a benchmark's bench_result.json), and `tasks.json` with the median
-seconds of each kind of task; prints a table last. `rollplex bench` does the same for one workload at a time.
+seconds of each kind of task; prints a table last. `rollplex bench` with several workloads measures the same through the
+command line, without the tasks' medians and the profile.
 """
 
 from __future__ import annotations

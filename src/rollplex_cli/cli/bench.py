@@ -110,7 +110,6 @@ def bench(
         "policies": policies,
         "ablations": [str(name) for name in ablate or []],
     }
-    plan = dataclasses.replace(plan, max_steps=job.runtime.max_steps)
     run = options.new_run(job, plan, run_dir, sys.argv, prefix="bench-")
     write_atomic(run.bench, json.dumps(request) + "\n")
     talk(f"run folder: {run.root}")
@@ -153,7 +152,6 @@ def _measure_apart(
     job: Profile, plan: Plan, beside: RunFolder, request: dict[str, Any], *, plain: bool
 ) -> dict[str, Any]:
     """Run `request` in processes of its own, on the data and base of another benchmark; its result with this one's."""
-    plan = dataclasses.replace(plan, max_steps=job.runtime.max_steps)
     run = options.new_run(job, plan, beside.bench_apart.resolve(), sys.argv)
     write_atomic(run.bench, json.dumps(request) + "\n")
     run.data_dir.rmdir()

@@ -32,7 +32,6 @@ def measure(job: Profile, plan: Plan, run_dir: Path | None, *, plain: bool) -> d
     """
     from rollplex_cli.report.memory.measured import measured_phases
 
-    plan = dataclasses.replace(plan, max_steps=NUM_STEPS)
     run = options.new_run(measured_job(job), plan, run_dir, sys.argv, prefix="memory-")
     write_atomic(run.measure, json.dumps({"steps": NUM_STEPS}) + "\n")
     talk(f"run folder: {run.root}")

@@ -38,22 +38,17 @@ def load_for(name: str, overrides: list[str] | None, site: Site | None) -> tuple
     if site is None:
         profile, plan, _machine = load(name, overrides)
         return profile, plan
-    from rollplex_cli.plan.build import build_plan
-    from rollplex_cli.plan.kept import with_kept_prefixes
     from rollplex_cli.profile.load import load_profile
 
     profile = load_profile(name, overrides or [])
     if profile.topology.device == "auto":
         profile = _with_device(profile, "cuda" if site.node.gpus else "cpu")
-    plan = build_plan(profile)
-    return with_kept_prefixes(profile, plan.memory_inputs), plan
+    return _planned(profile)
 
 
 def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine]:
     """The profile with its device decided, its plan, and this machine."""
     from rollplex_cli.launch.machine import detect_machine
-    from rollplex_cli.plan.build import build_plan
-    from rollplex_cli.plan.kept import with_kept_prefixes
     from rollplex_cli.profile.load import load_profile
 
     profile = _anchored(load_profile(name, overrides or []))
@@ -61,8 +56,16 @@ def load(name: str, overrides: list[str] | None) -> tuple[Profile, Plan, Machine
     if profile.topology.device == "auto":
         profile = _with_device(profile, "cuda" if machine.gpu_bytes else "cpu")
     gpus = machine.gpu_bytes[: profile.topology.ranks_per_node] if profile.topology.device == "cuda" else ()
-    plan = build_plan(profile, min(gpus, default=None))
-    return with_kept_prefixes(profile, plan.memory_inputs), plan, machine
+    return *_planned(profile, min(gpus, default=None)), machine
+
+
+def _planned(profile: Profile, device_bytes: int | None = None) -> tuple[Profile, Plan]:
+    """The plan, and the profile with what the plan has decided."""
+    from rollplex_cli.plan.build import build_plan
+    from rollplex_cli.plan.kept import with_kept_prefixes
+
+    plan = build_plan(profile, device_bytes)
+    return with_kept_prefixes(profile, plan.memory_inputs), plan
 
 
 def _with_device(profile: Profile, device: Literal["cpu", "cuda"]) -> Profile:
@@ -97,9 +100,11 @@ def require_fit(plan: Plan, machine: Machine) -> None:
 
 
 def new_run(profile: Profile, plan: Plan, run_dir: Path | None, argv: list[str], prefix: str = "") -> RunFolder:
-    """A fresh run folder, by default under ./runs."""
+    """A fresh run folder, by default under ./runs; its plan has the steps of `profile`, which may be fewer or more than
+    those that were planned (a benchmark's, a measurement's)."""
     from rollplex_cli.launch.run_folder import create_run, default_run_dir
     from rollplex_cli.profile.dump import resolved_yaml
 
+    plan = dataclasses.replace(plan, max_steps=profile.runtime.max_steps)
     root = run_dir or default_run_dir(RUNS, prefix + profile.name)
     return create_run(root, profile_yaml=resolved_yaml(profile), plan_json=plan.to_json(), argv=argv)

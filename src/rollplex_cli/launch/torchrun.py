@@ -82,9 +82,9 @@ def worker_env(profile: Profile, base: Mapping[str, str], node: int = 0) -> dict
         env |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     if profile.topology.device == "cpu":
         env["CUDA_VISIBLE_DEVICES"] = ""
-    if profile.topology.device != "cpu" and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in base:
-        # PyTorch's flight recorder walks the Python stack at every collective, of which a trainer whose host is its
-        # bound launches thousands a step. Messages about stalls come from the run's own log.
+    elif "TORCH_NCCL_TRACE_BUFFER_SIZE" not in base:
+        # PyTorch's flight recorder walks the Python stack at every collective, and a trainer launches thousands of them
+        # a step. Messages about stalls come from the run's own log.
         env.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     if profile.rollout_beside_training and profile.topology.device != "cpu":
         # A collective of decode and one of the trainer have to find room on a GPU at once, whichever comes first.

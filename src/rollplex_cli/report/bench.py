@@ -35,14 +35,12 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
         _workload(name, [r for r in rows if printable(r.get("workload", "-")) == name]) for name in workloads
     ]
     facts = [f"{key}: {result[key]}" for key in ("hardware", "ranks", "pairs", "commit", "command") if result.get(key)]
-    parts = result.get("workloads")
-    first = next(iter(parts.values()), {}) if isinstance(parts, dict) else result
-    if (launch := number(first, "launch_us")) is not None:
-        facts.append(f"an operation takes the host {launch:.0f} microseconds to issue")
-    if isinstance(parts, dict):
-        facts += [f"{name}: {fact}" for name, part in parts.items() for fact in _update(part)]
-    else:
-        facts += _update(result)
+    several = result.get("workloads")
+    parts = {f"{name}: ": part for name, part in several.items()} if isinstance(several, dict) else {"": result}
+    for name, part in parts.items():
+        if (launch := number(part, "launch_us")) is not None:
+            facts.append(f"{name}an operation takes the host {launch:.0f} microseconds to issue")
+        facts += [f"{name}{fact}" for fact in _update(part)]
     return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
 
 

@@ -253,9 +253,7 @@ class Run:
     # ---- between steps -----------------------------------------------------------------------------------
 
     def _stop_if_asked(self) -> None:
-        own = {"stop": self.rank.control.stop_requested}
-        values = self.rank.peers.meet(f"before step {self.progress.step + 1}", own, self.rank.control.tick)
-        if any(v["stop"] for v in values):
+        if self.rank.stop_agreed(f"before step {self.progress.step + 1}"):
             self._save()
             raise InterruptedRunError(
                 f"stopped by a signal after step {self.progress.step}, checkpoint written",

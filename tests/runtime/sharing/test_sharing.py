@@ -70,13 +70,19 @@ def test_auto_follows_its_measurements_as_the_batch_shrinks() -> None:
     assert not own.may_overlap()
 
 
+def measured(sms: int, efficiency: float) -> Measurement:
+    return Measurement(
+        batch=8, reserved_sms=sms, decode_alone=1.0, decode=1.0, prefix_alone=1.0, prefix=0.0,
+        efficiency=efficiency, watts=None, sm_mhz=None,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("fenced", "sms"), [(1.24, 0), (1.26, 32)])
+def test_a_fence_has_to_gain(fenced: float, sms: int) -> None:
+    assert best_choice([measured(0, 1.2), measured(32, fenced)]).reserved_sms == sms
+
+
 @pytest.mark.parametrize(("best", "overlap"), [(1.019, False), (1.02, True), (1.3, True)])
 def test_what_does_not_pay_is_not_overlapped(best: float, overlap: bool) -> None:
-    def measured(sms: int, efficiency: float) -> Measurement:
-        return Measurement(
-            batch=8, reserved_sms=sms, decode_alone=1.0, decode=1.0, prefix_alone=1.0, prefix=0.0,
-            efficiency=efficiency, watts=None, sm_mhz=None,
-        )  # fmt: skip
-
     choice = best_choice([measured(0, 0.9), measured(32, best), measured(16, 1.0)])
     assert (choice.overlap, choice.reserved_sms, choice.efficiency) == (overlap, 32, best)

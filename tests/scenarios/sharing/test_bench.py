@@ -44,7 +44,7 @@ def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
         for mine, theirs in zip(result["raw"]["rollplex"], steps, strict=True):
             assert mine["prompt_tokens"] == theirs["prompt_tokens"], name
             assert mine["response_tokens_mean"] == theirs["response_tokens_mean"], name
-    assert {"hardware", "commit", "command"} <= set(result)
+    assert {"hardware", "commit", "command"} <= set(result) and result["launch_us"] > 0
 
 
 @pytest.mark.parametrize(

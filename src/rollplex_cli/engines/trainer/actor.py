@@ -191,7 +191,9 @@ class Actor:
     def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
         """The attached boundary of a prompt; reads weights, writes no gradient. See `SplitModel.prefix` on `media`."""
         held, limit, tokens = self._held, self._kept_limit, prompt.num_tokens
-        if limit is not None and held.tokens + tokens > limit:
+        if limit is None:
+            return self.split.prefix(prompt, self._mode, media)
+        if held.tokens + tokens > limit:
             return self.split.prefix(prompt, "recompute", media)
         state = self.split.prefix(prompt, self._mode, media)
         held.tokens += tokens

@@ -194,6 +194,11 @@ def kept_prefix(inputs: MemoryInputs) -> int:
 
 def kept_prefixes(inputs: MemoryInputs) -> int:
     """What is held of all prefixes on the device (`keep`, `device`), if every token counts as of a prompt of media."""
+    return 0 if inputs.prefix_activations == "host" else held_prefixes(inputs)
+
+
+def held_prefixes(inputs: MemoryInputs) -> int:
+    """The same wherever it lies."""
     one = kept_prefix(inputs) if inputs.prefix_activations == "keep" else stage_inputs(inputs)
     return -(-one * inputs.kept_prefix_tokens // inputs.max_prompt_tokens)
 
@@ -202,7 +207,8 @@ def prefix_backward(inputs: MemoryInputs) -> int:
     """One prefix going backward, beyond what is kept from its forward: stage by stage, the stages' inputs on the device
     where they were not kept."""
     kept = _backward(inputs, inputs.prefix_activations)
-    return max(kept, _backward(inputs, "recompute")) if inputs.some_recomputed else kept
+    all_kept = inputs.kept_prefix_tokens == inputs.held_prompt_tokens
+    return kept if all_kept else max(kept, _backward(inputs, "recompute"))
 
 
 def _backward(inputs: MemoryInputs, mode: PrefixActivations) -> int:

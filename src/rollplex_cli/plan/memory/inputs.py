@@ -87,19 +87,17 @@ class MemoryInputs:
         return min(self.groups, self.prefixes_in_flight + 1) if self.prefixes_in_flight else self.groups
 
     @property
-    def kept_prefix_tokens(self) -> int:
-        """Tokens of prompts whose prefix activations are held at once on the device."""
-        if self.prefix_activations not in ("keep", "device"):
-            return 0
-        tokens = self.held_groups * self.max_prompt_tokens
-        return tokens if self.prefix_kept_tokens is None else min(tokens, self.prefix_kept_tokens)
+    def held_prompt_tokens(self) -> int:
+        """Tokens of the prompts whose boundaries a role holds at once, at their longest."""
+        return self.held_groups * self.max_prompt_tokens
 
     @property
-    def some_recomputed(self) -> bool:
-        """Whether a prompt may find no room for its prefix activations, or none are held anyway."""
-        limited = self.prefix_kept_tokens is not None and self.prefix_activations != "recompute"
-        beyond = limited and (self.prefix_kept_tokens or 0) < self.held_groups * self.max_prompt_tokens
-        return beyond or self.prefix_activations == "recompute"
+    def kept_prefix_tokens(self) -> int:
+        """Those of them whose prefix activations are held, on the device or the host; the others are recomputed."""
+        if self.prefix_activations == "recompute":
+            return 0
+        tokens = self.held_prompt_tokens
+        return tokens if self.prefix_kept_tokens is None else min(tokens, self.prefix_kept_tokens)
 
     @property
     def vision(self) -> VisionSource:

@@ -179,10 +179,7 @@ def _host_objects(inputs: MemoryInputs) -> tuple[HostObject, ...]:
         # It comes back from a host copy only where it leaves the device.
         found.append(HostObject(name="reference_copy", bytes=inputs.reference_bytes, pinned=True))
     if inputs.prefix_activations == "host":
-        tokens, limit = inputs.held_groups * inputs.max_prompt_tokens, inputs.prefix_kept_tokens
-        held = tokens if limit is None else min(tokens, limit)
-        saved = -(-activations.stage_inputs(inputs) * held // inputs.max_prompt_tokens)
-        found.append(HostObject(name="prefix_activations", bytes=saved, pinned=False))
+        found.append(HostObject(name="prefix_activations", bytes=activations.held_prefixes(inputs), pinned=False))
     if inputs.prompt_cache_bytes:
         found.append(HostObject(name="prompt_cache", bytes=inputs.prompt_cache_bytes, pinned=False))
     return tuple(found)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 from rapidfuzz.distance import LCSseq, Levenshtein
@@ -131,6 +132,13 @@ def think_format(row: Row, text: str, finished: bool) -> float:
     return float(finished and _tags_once(text) and _THINK_FORMAT.fullmatch(text) is not None)
 
 
+@cache
+def _quieten_math_verify() -> None:
+    """A formula that takes too long is a wrong answer, and no news. Once a process: setting a level takes all loggers'
+    lock."""
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+
 def math_equal(row: Row, text: str, finished: bool) -> float:
     """1 where `math-verify` finds the answer equal to the true one; without tags the last formula or number counts.
     An answer of over MAX_FORMULA characters is wrong unread: parsing one takes seconds.
@@ -142,8 +150,7 @@ def math_equal(row: Row, text: str, finished: bool) -> float:
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
-    # A formula that takes too long is a wrong answer, and no news.
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    _quieten_math_verify()
     answer = find_answer(text)
     if answer is not None and len(answer) > MAX_FORMULA:
         return 0.0

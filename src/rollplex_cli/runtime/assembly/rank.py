@@ -98,6 +98,11 @@ class Rank:
         ):
             yield
 
+    def stop_agreed(self, name: str) -> bool:
+        """Whether a signal asked any rank to stop; a meeting of all ranks, on the control thread."""
+        every = self.peers.meet(name, {"stop": self.control.stop_requested}, self.control.tick)
+        return any(theirs["stop"] for theirs in every)
+
     @property
     def lanes(self) -> tuple[LaneThread, ...]:
         """All lanes, in the order in which they are closed."""

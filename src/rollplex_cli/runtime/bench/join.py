@@ -25,10 +25,10 @@ def merge(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def of_workload(merged: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The result of one workload among those that `merge` put together; empty where it has none.
+    """The result of one workload among those that `merge` put together; a single one as it is.
 
     Raises:
-        RunFailedError: it has others only.
+        RunFailedError: there are several, and none of this workload.
     """
     if "workloads" not in merged:
         return merged

@@ -35,7 +35,5 @@ def run_measure(rank: Rank) -> None:
         if rank.peers.rank == 0:
             with rank.run.metrics.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(result.row) + "\n")
-        own = {"stop": rank.control.stop_requested}
-        every = rank.peers.meet(f"measured step {step}", own, rank.control.tick)
-        if any(theirs["stop"] for theirs in every):
+        if rank.stop_agreed(f"measured step {step}"):
             raise InterruptedRunError(f"stopped by a signal after step {step} of a measurement")

@@ -8,6 +8,7 @@ each role: it takes the same pairs in processes of its own, right after the othe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import random
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from rollplex_cli.runtime.sharing.calibrate import calibrate
 from rollplex_cli.runtime.step import run_step
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.plan.workloads import Workload
     from rollplex_cli.profile.schema import Profile
@@ -74,15 +77,14 @@ def run_bench(rank: Rank) -> None:
     variants = _variants(rank.profile, request)
     beside = read_json(Path(request["beside"])) or {} if "beside" in request else None
     scorer, results, pairs = rank.engines.scorer, [], int(request.get("steps", 8))
-    number = 0
+    numbers = itertools.count(1)
     for index, workload in enumerate(workloads):
         rank.engines = dataclasses.replace(
             rank.engines, scorer=scorer if workload is None else CoinFlips(rank.profile.rollout.group_size)
         )
         # Engines that are warm only have to see the sizes of another workload once.
         warm_up = variants[:1] if index else variants
-        rows, measured = _measure(rank, variants, warm_up, workload, pairs, number)
-        number += NUM_WARM_UP_PAIRS * len(warm_up) + pairs * len(variants)
+        rows, measured = _measure(rank, variants, warm_up, workload, pairs, numbers)
         if rank.peers.rank == 0:
             name = rank.profile.name if workload is None else workload.name
             result = build_result(rank, variants, rows, name, measured)
@@ -96,22 +98,20 @@ def _measure(
     warm_up: list[Variant],
     workload: Workload | None,
     pairs: int,
-    steps_before: int,
+    numbers: Iterator[int],
 ) -> tuple[dict[str, list[dict[str, Any]]], list[Measurement]]:
-    """Rows of each variant, and what `auto` decided by."""
+    """Rows of each variant, and what `auto` decided by; the steps take their `numbers`."""
     rows: dict[str, list[dict[str, Any]]] = {variant.name: [] for variant in variants}
     measured = []
     if any(parse_policy(variant.policy).measured for variant in variants):
         measured = calibrate(rank, _inputs(rank, workload, 0))
-    number = steps_before
     for pair in range(NUM_WARM_UP_PAIRS + pairs):
         inputs = _inputs(rank, workload, pair)
         lengths = {g: _lengths(rank, workload, pair, g) for g in range(len(inputs))}
         measures = pair >= NUM_WARM_UP_PAIRS
         taken = variants if measures else warm_up
         for variant in taken if pair % 2 == 0 else reversed(taken):
-            number += 1
-            row = _step(rank, number, variant, inputs, lengths, workload)
+            row = _step(rank, next(numbers), variant, inputs, lengths, workload)
             if measures:
                 rows[variant.name].append(row)
     return rows, measured
