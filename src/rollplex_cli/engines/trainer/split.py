@@ -112,6 +112,9 @@ class SplitModel:
         self._redone_layers = 0 if suffix_kept_layers is None else max(0, layers - suffix_kept_layers)
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, not {temperature}")
+        if weights.device.type == "cuda":
+            # It builds a plan for each length that it has not seen, and every prompt has one of its own.
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.weights = weights
         self._temperature = temperature
         banned = weights.vocab.of(sorted(set(banned_token_ids)))

@@ -14,8 +14,8 @@ from rollplex_cli.engines.trainer.model.primitives import rms_norm, swiglu
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rollplex_cli.engines.trainer.model.linear import RowLinear, StackedLinear
     from rollplex_cli.engines.trainer.model.parallel import TensorParallel, VocabShard
-    from rollplex_cli.engines.trainer.model.primitives import RowLinear, StackedLinear
 
 
 class Norm(Protocol):

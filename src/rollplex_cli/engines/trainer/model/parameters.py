@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rollplex_cli.engines.trainer.model.linear import RowLinear, StackedLinear
     from rollplex_cli.engines.trainer.model.modules import GatedMlp, HeadNorm, Merger, Norm, PlainMlp, PositionTable
-    from rollplex_cli.engines.trainer.model.primitives import RowLinear, StackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollplex_cli.engines.trainer.model.linear import Linear, RowLinear, StackedLinear, adapter_of
 from rollplex_cli.engines.trainer.model.lora import LowRank
 from rollplex_cli.engines.trainer.model.modules import LayerNorm, Merger
-from rollplex_cli.engines.trainer.model.primitives import Linear, RowLinear, StackedLinear, adapter_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
