@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,6 +92,9 @@ def host_buffer(num_bytes: int, *, on_dead: Callable[[], object] | None = None) 
         raise ValueError(f"a buffer has at least one byte: {num_bytes}")
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_DONTFORK)
+    # Of ordinary pages a device's registration of 50 GB takes most of a minute.
+    with suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     # PyTorch holds a reference to the object and not its buffer: nobody may call `close` on it.
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
     if on_dead is not None:
