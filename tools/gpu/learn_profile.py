@@ -5,8 +5,8 @@
 
 For each task of a group: seconds until the host has launched it, seconds until the device is done, and the sum of its
 kernels' own seconds by PyTorch's profiler. A task whose first two figures are close, and far above the third, waits for
-the host. Before them the cost of single calls, in microseconds. `--top N` adds the operators with the most host time.
-One line of JSON last, of the first rank.
+the host. Before them the cost of single calls, in microseconds. `--top N` adds the operators with the most time of host
+and device. One line of JSON last, of the first rank.
 """
 
 from __future__ import annotations
@@ -187,8 +187,12 @@ class Profile:
             self.synchronize()
         averages = watch.key_averages()
         if self.arguments.top and self.arguments.rank == 0:
-            print(f"== {name}\n{averages.table(sort_by='self_cpu_time_total', row_limit=self.arguments.top)}", flush=True)
+            for key in ("self_cpu_time_total", "self_cuda_time_total") if self.cuda else ("self_cpu_time_total",):
+                table = averages.table(sort_by=key, row_limit=self.arguments.top, max_name_column_width=60)
+                print(f"== {name}\n{table}", flush=True)
         on_device = [e for e in watch.events() or () if e.device_type == torch_device_type("CUDA")]
+        # Beside its kernel a collective has an annotation, of the same time.
+        on_device = [e for e in on_device if not e.name.startswith("nccl:")]
         sums = [e for e in on_device if "nccl" in e.name.lower()]
         return {
             "kernels": len(on_device),
