@@ -94,4 +94,5 @@ def test_ranges_are_half_open_and_entries_replace_each_other() -> None:
     finally:
         crash.forget(4096)
         crash.forget(8192)
-    assert crash.unmapped_ranges() == ()
+    # Others may be there, of regions whose tensors somebody still holds.
+    assert not {4096, 8192} & {found.start for found in crash.unmapped_ranges()}

@@ -98,4 +98,4 @@ def _describe(run: RunFolder, profile_yaml: str, plan_json: str, argv: Sequence[
     write_atomic(run.plan, plan_json)
     write_atomic(run.git, git_revision() + "\n")
     with run.command.open("a", encoding="utf-8") as stream:
-        stream.write(shlex.join(argv) + "\n")
+        stream.write(shlex.join(["rollplex", *argv[1:]]) + "\n")  # however it was called
