@@ -80,7 +80,11 @@ def test_where_nothing_fits_none_is_kept() -> None:
 
 def test_half_of_the_ranks() -> None:
     profile = job(
-        "schedule.name=disagg", "topology.train_tp=1", "schedule.prefix_activations=keep", "memory.budget_gib=125"
+        "schedule.name=disagg",
+        "topology.train_tp=1",
+        "schedule.prefix_activations=keep",
+        "memory.budget_gib=125",
+        "schedule.prefix_pack_tokens=0",
     )
     found, plan = settled(profile, ROOMY)
     tokens = found.schedule.prefix_kept_tokens

@@ -129,6 +129,7 @@ KEYS = {
     "schedule.policy",
     "schedule.prefix_activations",
     "schedule.prefix_kept_tokens",
+    "schedule.prefix_pack_tokens",
     "schedule.prefixes_in_flight",
     "schedule.suffix_kept_layers",
     "target.reward_mean",

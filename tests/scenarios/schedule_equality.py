@@ -5,6 +5,7 @@ Run by test_schedules.py as `python schedule_equality.py RUN_DIR STEPS`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -69,6 +70,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
+for _name in ("colocate", "rollplex", "early groups, delays 2"):
+    # Passes of several prompts round otherwise, under every schedule alike.
+    CASES[f"packed {_name}"] = {**CASES[_name], "pack_tokens": 200, "short": True}
+
 SHORT = 8
 """Steps of a case that is one more of its kind."""
 
@@ -101,13 +106,17 @@ def run_case(
     schedule = schedule_from(
         case["name"], early_groups=case["early_groups"], prefixes_in_flight=case["prefixes_in_flight"]
     )
+    packed = dataclasses.replace(rank.profile.schedule, prefix_pack_tokens=case.get("pack_tokens", 0))
+    profile = dataclasses.replace(rank.profile, schedule=packed)
     boundary = delays(case["delays"]) if "delays" in case else None
+    largest = 0
     losses, norms, logprobs, found = [], [], hashlib.sha256(), {}
     counts = sorted({min(steps, SHORT), min(steps, SHORT) if case.get("short") else steps})
     for step in range(1, counts[-1] + 1):
         rank.control.step = step
         inputs = [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(step - 1)]
-        result = run_step(rank, step, inputs, schedule, boundary=boundary)
+        result = run_step(rank, step, inputs, schedule, boundary=boundary, profile=profile)
+        largest = max(largest, *(len(result.tasks.packs.members(group)) for group in result.tasks.inputs))
         losses.append(result.row["loss"].hex())
         norms.append(float(result.row["grad_norm"]).hex())
         for group in sorted(result.tasks.records):
@@ -123,6 +132,7 @@ def run_case(
                 "optimizer": digest(state),
                 "distinct_losses": len(set(losses)),
                 "diff_max": result.row["logprob_diff_max"],
+                "largest_pack": largest,
             }
     return found
 

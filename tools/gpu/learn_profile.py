@@ -38,6 +38,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--ranks", type=int, default=2, help="GPUs, and the trainer's degree")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[75, 1500])
+    parser.add_argument("--pack", type=int, default=1, metavar="N", help="groups whose prefixes run in one pass")
     parser.add_argument("--responses", type=int, default=8)
     parser.add_argument("--response-tokens", type=int, default=489)
     parser.add_argument("--kept-layers", type=int, default=17, help="`schedule.suffix_kept_layers`")
@@ -146,27 +147,33 @@ class Profile:
         return rows
 
     def run_group(self, num_tokens: int, take: Callable[[str, Callable[[], Any]], Any]) -> None:
-        """Every task of a group through `take`."""
-        torch = self.torch
+        """Every task of `--pack` groups through `take`: their prefixes in one pass, the suffixes of one."""
+        torch, count = self.torch, self.arguments.pack
         prompt, packed = self.group(num_tokens)
         kept: dict[str, Any] = {}
 
         def prefix(name: str, mode: Any) -> Callable[[], None]:
-            return lambda: kept.update({name: self.split.prefix(prompt, mode)})
+            return lambda: kept.update({name: self.split.prefixes([prompt] * count, mode)})
 
         def reference() -> None:
             with torch.no_grad():
-                self.split.suffix(kept["reference"], packed)
+                self.split.suffix(kept["reference"][0], packed)
 
         def suffix() -> None:
             with torch.enable_grad():
-                self.split.suffix(kept["actor"], packed).sum().backward()
+                self.split.suffix(kept["actor"][0], packed).sum().backward()
+
+        def backward() -> None:
+            first, *others = kept["actor"]
+            for state in others:
+                self.split.release(state)
+            self.split.prefix_backward(first)
 
         take("reference prefix", prefix("reference", "none"))
         take("reference suffix", reference)
         take("actor prefix", prefix("actor", "device"))
         take("actor suffix", suffix)
-        take("prefix backward", lambda: self.split.prefix_backward(kept["actor"]))
+        take("prefix backward", backward)
 
     def _timed(self, body: Callable[[], Any]) -> tuple[float, float]:
         self.synchronize()
@@ -202,13 +209,18 @@ class Profile:
 
     def run(self) -> None:
         """Measure and, on the first rank, print."""
-        result: dict[str, Any] = {"model": self.arguments.model, "train_tp": self.arguments.ranks}
+        result: dict[str, Any] = {
+            "model": self.arguments.model,
+            "train_tp": self.arguments.ranks,
+            "pack": self.arguments.pack,
+        }
         result["host_us"] = self.calls()
         self.say(f"host microseconds a call: { {k: round(v, 1) for k, v in result['host_us'].items()} }")
         result["tasks"] = {}
         for num_tokens in self.arguments.prompt_tokens:
             result["tasks"][num_tokens] = self.tasks(num_tokens)
-            self.say(f"{f'prompt of {num_tokens} tokens, ms':32} launched     done  kernels     nccl    count")
+            count = f"{self.arguments.pack} x " if self.arguments.pack > 1 else ""
+            self.say(f"{f'prompt of {count}{num_tokens} tokens, ms':32} launched     done  kernels     nccl    count")
             for name, row in result["tasks"][num_tokens].items():
                 values = (row["launched_s"], row["done_s"], row["kernels_s"], row["nccl_s"])
                 self.say(f"{name:32} " + " ".join(f"{1000 * v:8.1f}" for v in values) + f" {row['kernels']:8}")

@@ -79,6 +79,11 @@ class ObjectStore:
             with self._lock:
                 self._leased[slot] -= 1
 
+    def holds(self, name: str, by: TaskKey) -> bool:
+        """Whether the object `name` of the task's own group exists."""
+        with self._lock:
+            return (name, by.group) in self._objects
+
     def task_ended(self, key: TaskKey) -> None:
         """Free the objects whose last use was this task, done or cancelled."""
         with self._lock:

@@ -18,6 +18,7 @@ from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.decoding import Decoding
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
+from rollplex_cli.runtime.groups.packs import PrefixPacks
 from rollplex_cli.runtime.groups.refills import Refills
 from rollplex_cli.runtime.groups.vision import StepVision
 from rollplex_cli.runtime.pool import DecodePool
@@ -90,6 +91,7 @@ class StepTasks:
         """Seconds for which decode waited for further prompts."""
         self.learner = Learner(profile, list(inputs))
         self.vision = StepVision(profile, engines, team, inputs)
+        self.packs = self._packs()
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
         """Factor on the accumulated gradient; set by the control thread when the whole batch is known."""
@@ -99,6 +101,13 @@ class StepTasks:
         """Deviation of rewards over the whole batch; set by the control thread where the algorithm needs it."""
         self.report_batch: Callable[[int], None] = lambda _batch: None
         """Hears after each decode step how many responses are under way."""
+
+    def _packs(self) -> PrefixPacks:
+        """Passes of several prompts, where all groups are known from the start and have one boundary in the step."""
+        schedule, shared = self._profile.schedule, self.vision.shared
+        known = not self.started and not self.refills.reserve and self.learner.num_updates == 1
+        limit = min(schedule.prefix_pack_tokens, self._profile.data.max_prompt_tokens) if known else 0
+        return PrefixPacks(self.inputs, limit, shared.groups if shared is not None else ())
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts, of the groups that the step finished."""
@@ -275,14 +284,17 @@ class StepTasks:
             self._hand_over(result, key)
 
     def _encode(self, key: TaskKey) -> Fence | None:
-        idle = self.records[key.group].idle and self._team.channel is None  # as in `_actor_prefix`
+        idle = self.records[key.group].idle and self._team.channel is None  # as in `_needs_no_prefix`
         self._store.put("vision_features", None if idle else self.vision.encode(key.group), key)
         return record_fence()
 
     def _ref_prefix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
-        features = self.vision.of(key, self._store, self.learner.update)
-        state = self._engines.reference.prefix(self.inputs[key.group], features)
+        features, reference = self.vision.of(key, self._store, self.learner.update), self._engines.reference
+        if features is not None:
+            state = reference.prefix(self.inputs[key.group], features)
+        else:
+            state = self.packs.take(key.kind, key.group, reference.prefixes)
         self._store.put("reference_boundary", state, key)
         return record_fence()
 
@@ -294,18 +306,31 @@ class StepTasks:
         return record_fence()
 
     def _actor_prefix(self, key: TaskKey) -> Fence | None:
-        # Whether a group is idle may be known here and not yet on a rank whose collectives this one must meet.
-        if self.records[key.group].idle and self._team.channel is None:
+        if self._needs_no_prefix(key):
             return None
         prompt, actor = self.inputs[key.group], self._engines.actor
+        features = self.vision.of(key, self._store, self.learner.update)
         boundary = None
         if self.takes_prefix and self.learner.update == 0:
             with self._store.lease("responses", key) as result:
                 boundary = result.prefix
-        features = self.vision.of(key, self._store, self.learner.update)
-        state = actor.prefix(prompt, features) if boundary is None else actor.adopt_prefix(prompt, boundary, features)
+        if boundary is not None:
+            state = actor.adopt_prefix(prompt, boundary, features)
+        elif features is not None or self.takes_prefix:
+            state = actor.prefix(prompt, features)
+        else:
+            state = self.packs.take(key.kind, key.group, actor.prefixes)
         self._store.put("actor_boundary", state, key)
         return record_fence()
+
+    def _needs_no_prefix(self, key: TaskKey) -> bool:
+        """Whether neither this group nor one that shares its pass has a gradient, as far as that is known.
+
+        It may be known here and not yet on a rank whose collectives this one must meet.
+        """
+        if self._team.channel is not None or self.packs.waits(key.kind, key.group):
+            return False
+        return all(self.records[group].idle for group in self.packs.members(key.group))
 
     def _actor_suffix(self, key: TaskKey) -> Fence | None:
         record, learner = self.records[key.group], self.learner
@@ -341,7 +366,7 @@ class StepTasks:
         return GroupBatch.of(record, packed, values, reference, mask_truncated=algorithm.mask_truncated)
 
     def _actor_prefix_backward(self, key: TaskKey) -> Fence | None:
-        if self.records[key.group].idle:
+        if self.records[key.group].idle and not self._store.holds("actor_boundary", key):
             return None
         with self._store.lease("actor_boundary", key) as state:
             self.learner.prefix_backward(self._engines.actor, key.group, state)

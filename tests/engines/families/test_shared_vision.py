@@ -17,7 +17,7 @@ from rollplex_cli.rl.packing import pack_suffix
 
 if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.model.vision import Encoded
-    from rollplex_cli.engines.trainer.split import PrefixMode
+    from rollplex_cli.engines.trainer.prefix import PrefixMode
 
 MEDIA: dict[str, Any] = {"images": [(4, 6)], "videos": [(2, 8, 4)]}
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rollplex_cli.core.errors import NonFiniteError
 from rollplex_cli.engines.trainer.actor import Actor
 from rollplex_cli.engines.trainer.adamw.settings import AdamWSettings
-from rollplex_cli.engines.trainer.split import PrefixMode
+from rollplex_cli.engines.trainer.prefix import PrefixMode
 from rollplex_cli.rl.losses import LossResult, LossSettings, policy_loss
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 

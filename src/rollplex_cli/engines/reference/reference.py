@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.model.vision import Encoded
+    from rollplex_cli.engines.trainer.prefix import PrefixState
     from rollplex_cli.engines.trainer.sharded import Shard
-    from rollplex_cli.engines.trainer.split import PrefixState
     from rollplex_cli.rl.packing import PackedSuffix
 
 
@@ -55,6 +55,10 @@ class Reference:
         """Boundary keys and values of a prompt, without a graph; `media` is its tower's output, if another tower of the
         same weights ran before."""
         return self._split.prefix(prompt, "none", media)
+
+    def prefixes(self, prompts: Sequence[PromptInput]) -> list[PrefixState]:
+        """The same for several prompts in one pass."""
+        return self._split.prefixes(prompts, "none")
 
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses; drops the boundary, which has no further use."""

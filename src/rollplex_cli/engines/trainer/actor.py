@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rollplex_cli.engines.trainer.arena import FlatMemory
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.model.vision import Encoded
+    from rollplex_cli.engines.trainer.prefix import PrefixMode, PrefixPack, PrefixState
     from rollplex_cli.engines.trainer.sharded import Shard
-    from rollplex_cli.engines.trainer.split import PrefixMode, PrefixState
     from rollplex_cli.engines.weights.shards import Box
     from rollplex_cli.memory.pinned import HostMemory
     from rollplex_cli.rl.losses import LossResult
@@ -141,6 +141,8 @@ class Actor:
         """Whether adapters are trained, and nothing else."""
         self._mode, self._kept_limit = prefix_activations, prefix_kept_tokens
         self._held = _HeldTokens()
+        self._shared: list[PrefixPack] = []
+        """Passes of several prompts that are not finished."""
         self._arena = GradientArena(self._params, gradient_memory)
         self.shard = shard
         sync = GradientSync(shard, self._arena) if shard is not None else None
@@ -190,15 +192,22 @@ class Actor:
 
     def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
         """The attached boundary of a prompt; reads weights, writes no gradient. See `SplitModel.prefix` on `media`."""
-        held, limit, tokens = self._held, self._kept_limit, prompt.num_tokens
-        if limit is None:
-            return self.split.prefix(prompt, self._mode, media)
-        if held.tokens + tokens > limit:
-            return self.split.prefix(prompt, "recompute", media)
-        state = self.split.prefix(prompt, self._mode, media)
-        held.tokens += tokens
-        state.on_release = partial(held.give_back, tokens)
+        (state,) = self.prefixes([prompt], media)
         return state
+
+    def prefixes(self, prompts: Sequence[PromptInput], media: Encoded | None = None) -> list[PrefixState]:
+        """The same for several prompts in one pass (`SplitModel.prefixes`)."""
+        held, limit, tokens = self._held, self._kept_limit, sum(prompt.num_tokens for prompt in prompts)
+        if limit is not None and held.tokens + tokens > limit:
+            states = self.split.prefixes(prompts, "recompute", media)
+        else:
+            states = self.split.prefixes(prompts, self._mode, media)
+            if limit is not None:
+                held.tokens += tokens
+                states[0].pack.on_release = partial(held.give_back, tokens)
+        if len(states) > 1:
+            self._shared = [pack for pack in self._shared if pack.owes or pack.is_open] + [states[0].pack]
+        return states
 
     def adopt_prefix(
         self,
@@ -240,6 +249,10 @@ class Actor:
         """Send the boundary's gradients through the prefix into the arena; consumes `state`."""
         self.split.prefix_backward(state)
 
+    def release(self, state: PrefixState) -> None:
+        """Drop a boundary whose group has no gradients; the others of its pass may have waited for that."""
+        self.split.release(state)
+
     def update(self, scale: float) -> UpdateOutcome:
         """Apply `scale` * sum over data-parallel ranks of the accumulated gradients, then zero them.
 
@@ -247,6 +260,7 @@ class Actor:
         Raises NonFiniteError on every rank, with nothing changed, where the gradient norm is not finite.
         """
         rate = self._optimizer.lr
+        self._finish_shared()
         self._arena.check()
         # The engine averages over ranks; a sum is wanted.
         self._arena.scale(scale * self._engine.data_parallel_size)
@@ -256,9 +270,16 @@ class Actor:
         assert stats is not None
         return UpdateOutcome(grad_norm=self._optimizer.grad_norm, lr=rate, applied=True, stats=stats)
 
+    def _finish_shared(self) -> None:
+        """The backward of passes whose last prompts were cancelled; of every rank alike, in the order of the passes."""
+        for pack in self._shared:
+            if pack.owes:
+                self.split.run_backward(pack)
+        self._shared = []
+
     def discard_gradients(self) -> None:
         """Forget what was accumulated (an interrupted step)."""
-        self._held = _HeldTokens()
+        self._held, self._shared = _HeldTokens(), []
         self._arena.zero()
 
     def state_dict(self) -> dict[str, torch.Tensor]:

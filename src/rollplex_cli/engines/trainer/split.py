@@ -8,20 +8,19 @@ leaves; its backward leaves gradients there, and `prefix_backward` sends them on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from rollplex_cli.engines.trainer.model import language, vision
-from rollplex_cli.engines.trainer.model.attention import ATTENTION
+from rollplex_cli.engines.trainer.model.attention import ATTENTION, causal_runs
 from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
+from rollplex_cli.engines.trainer.prefix import PrefixInput, PrefixPack
 from rollplex_cli.engines.trainer.stages import (
     backward,
     layout_of,
-    leaves,
     run_stages,
     stage_inputs,
     to_host,
@@ -29,58 +28,17 @@ from rollplex_cli.engines.trainer.stages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from rollplex_cli.data.types import Media
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.model.attention import Attention
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
     from rollplex_cli.engines.trainer.model.primitives import Angles
     from rollplex_cli.engines.trainer.model.vision import Encoded
+    from rollplex_cli.engines.trainer.prefix import PrefixMode, PrefixState
     from rollplex_cli.engines.trainer.stages import Carry, Stage, Yield
     from rollplex_cli.rl.packing import PackedSuffix
-
-PrefixMode = Literal["keep", "device", "host", "recompute", "none"]
-"""What prefix backward uses: the graph, stage inputs kept on the device or on the host, a second forward; `none` has no
-backward."""
-
-
-@dataclass(slots=True)
-class PrefixState:
-    """The boundary of one prompt group.
-
-    `boundary[layer]` holds leaves [1, KV heads, P - 1, head_dim] that collect gradients. Consumed by one
-    `prefix_backward`; suffixes may read it any number of times before.
-    """
-
-    input: PromptInput
-    mode: PrefixMode
-    boundary: tuple[KeyValue, ...]
-    outputs: tuple[KeyValue, ...] = ()
-    """The same values attached to the graph (`keep`)."""
-    stage_inputs: list[Carry] = field(default_factory=list)
-    """Input of each stage (`device`, `host`)."""
-    media: Encoded | None = None
-    """The frozen tower's output, from which a recomputation starts (`recompute`)."""
-    consumed: bool = False
-    on_release: Callable[[], None] | None = None
-    """Called once, when the state is released."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Prefix length, P - 1; 0 for a prompt of one token."""
-        return self.input.num_tokens - 1
-
-    @property
-    def boundary_bytes(self) -> int:
-        """Size of the boundary keys and values."""
-        return sum(t.numel() * t.element_size() for pair in self.boundary for t in pair)
-
-    def release(self) -> None:
-        """Drop every tensor. The state cannot be used afterwards."""
-        if self.on_release is not None:
-            self.on_release()
-            self.on_release = None
-        self.boundary, self.outputs, self.stage_inputs, self.media, self.consumed = (), (), [], None, True
 
 
 class SplitModel:
@@ -124,7 +82,7 @@ class SplitModel:
     def encode(self, prompt: PromptInput) -> Encoded | None:
         """What the vision tower makes of a prompt's media, without a graph; None where there are none."""
         with torch.no_grad():
-            return self._encode([prompt])
+            return self._encode(prompt.prompt.media)
 
     def prefix(self, prompt: PromptInput, mode: PrefixMode, media: Encoded | None = None) -> PrefixState:
         """Run prompt positions 0..P-2 and keep what `mode` needs for the backward.
@@ -135,23 +93,35 @@ class SplitModel:
         A prompt of one token has an empty boundary. Raises ValueError if the last prompt token is a media placeholder,
         or `media` does not fit the prompt or the mode.
         """
-        if prompt.num_tokens < 2:
-            return PrefixState(prompt, mode, self._empty_boundary(mode != "none"))
+        (state,) = self.prefixes([prompt], mode, media)
+        return state
+
+    def prefixes(
+        self, prompts: Sequence[PromptInput], mode: PrefixMode, media: Encoded | None = None
+    ) -> list[PrefixState]:
+        """The same for several prompts of two tokens or more in one pass, whose backward is one pass too: when the last
+        of them is consumed or dropped. `media` goes with a single prompt only.
+
+        On a GPU the prefix of a short prompt waits for the host, which launches as much for one prompt as for many.
+        """
+        given = PrefixInput.of(prompts)
+        if min(given.lengths) < 1:
+            if len(prompts) > 1:
+                raise ValueError("a prompt of one token has no prefix: it runs alone")
+            return PrefixPack(given, mode).states(self._empty_boundary())
         if media is not None:
-            self._check_media(prompt, mode, media)
-        stages = self._stages(prompt, media)
+            self._check_media(given, mode, media)
+        stages = self._stages(given, media)
         if mode == "keep":
             with torch.enable_grad():
                 outputs = run_stages(stages)
-            return PrefixState(prompt, mode, leaves(outputs), outputs)
+            return PrefixPack(given, mode, outputs).states(outputs)
         saved: list[Carry] | None = [] if mode in ("device", "host") else None
         with torch.no_grad():
             outputs = run_stages(stages, saved)
-        if mode == "none":
-            return PrefixState(prompt, mode, outputs)
         kept = to_host(saved or []) if mode == "host" else saved or []
         again = media if self._freeze_vision and mode == "recompute" else None
-        return PrefixState(prompt, mode, leaves(outputs), stage_inputs=kept, media=again)
+        return PrefixPack(given, mode, stage_inputs=kept, media=again).states(outputs)
 
     def adopt_prefix(
         self,
@@ -168,8 +138,9 @@ class SplitModel:
             for tensor in pair:
                 if tensor.is_cuda:
                     tensor.record_stream(torch.cuda.current_stream())
-        boundary = leaves(tuple(KeyValue(*pair) for pair in key_values))
-        return PrefixState(prompt, "recompute", boundary, media=media if self._freeze_vision else None)
+        pack = PrefixPack(PrefixInput.of([prompt]), "recompute", media=media if self._freeze_vision else None)
+        (state,) = pack.states(tuple(KeyValue(*pair) for pair in key_values))
+        return state
 
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses behind the prefix, in max(float32, dtype); differentiable where grad
@@ -197,24 +168,28 @@ class SplitModel:
         return self._logprobs(hidden[0], targets)
 
     def prefix_backward(self, state: PrefixState) -> None:
-        """Send the gradients collected at the boundary through the prefix into the parameters' `.grad`.
+        """Send the gradients collected at the boundary through the prefix into the parameters' `.grad`: at once, or
+        with those of the last prompt that shares the pass.
 
         Consumes `state`. Raises ValueError if it has no backward, was consumed, or no suffix backward ran before.
         """
-        if state.mode == "none" or state.consumed:
-            raise ValueError("this prefix has no backward" if state.mode == "none" else "prefix backward ran twice")
-        if state.num_tokens == 0:
-            state.release()
-            return
-        grads = [t.grad for pair in state.boundary for t in pair]
-        if any(g is None for g in grads):
-            raise ValueError("no suffix backward has reached the boundary of this group")
-        if state.mode == "keep":
-            outputs = [t for pair in state.outputs for t in pair]
-            backward([(out, grad) for out, grad in zip(outputs, grads, strict=True) if grad is not None])
+        gradients = state.take_gradients()
+        if state.pack.end(state.place, gradients or None):
+            self.run_backward(state.pack)
+
+    def release(self, state: PrefixState) -> None:
+        """A boundary goes without a backward; that of the others that share its pass may be due then."""
+        if state.release():
+            self.run_backward(state.pack)
+
+    def run_backward(self, pack: PrefixPack) -> None:
+        """The backward of a pack whose prompts have handed in what they have."""
+        if pack.mode == "keep":
+            outputs = [t for pair in pack.outputs for t in pair]
+            backward(list(zip(outputs, pack.take_gradients(), strict=True)))
         else:
-            self._staged_backward(state, [g for g in grads if g is not None])
-        state.release()
+            self._staged_backward(pack)
+        pack.release()
 
     def full_logprobs(self, prompt: PromptInput, response: Sequence[int]) -> torch.Tensor:
         """Log-probs [n] of one response by a plain forward over prompt and response: the split's reference."""
@@ -224,7 +199,7 @@ class SplitModel:
         tail = torch.arange(first, first + len(response) - 1) + prompt.rope_delta
         positions = torch.cat([prompt.position_ids, tail.expand(3, -1)], dim=1).to(device)
         angles = language.rope(sizes, positions.unsqueeze(1), weights.dtype)
-        hidden = self._decode(ids, (1, len(ids)), angles, self._encode([prompt]), prompt.media_spans)
+        hidden = self._decode(ids, (1, len(ids)), angles, self._encode(prompt.prompt.media), prompt.media_spans)
         return self._logprobs(hidden[0, first - 1 :], torch.tensor(list(response), device=device))
 
     def supervised_loss(self, prompts: Sequence[PromptInput], targets: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -249,7 +224,8 @@ class SplitModel:
             positions.append(torch.cat([prompt.position_ids, tail.expand(3, -1)], dim=1))
         angles = language.rope(sizes, torch.stack(positions, dim=1).to(weights.device), weights.dtype)
         ids = torch.tensor(tokens, device=weights.device)
-        hidden = self._decode(ids, (len(prompts), longest), angles, self._encode(prompts), spans)
+        media = [medium for prompt in prompts for medium in prompt.prompt.media]
+        hidden = self._decode(ids, (len(prompts), longest), angles, self._encode(media), spans)
         picked = hidden.flatten(0, 1)[torch.tensor(reads, device=weights.device)]
         wanted = torch.tensor([token for target in targets for token in target], device=weights.device)
         return -language.token_logprobs(weights, picked, wanted).mean()
@@ -277,66 +253,64 @@ class SplitModel:
             self.weights, hidden, targets, temperature=self._temperature, banned=self._banned
         )
 
-    def _encode(self, prompts: Sequence[PromptInput]) -> Encoded | None:
-        media = [m for p in prompts for m in p.prompt.media]
+    def _encode(self, media: Sequence[Media]) -> Encoded | None:
         if not media:
             return None
         patches = torch.cat([m.patches for m in media]) if len(media) > 1 else media[0].patches
         return vision.encode(self.weights, patches.to(self.weights.device), tuple(m.grid_thw for m in media))
 
-    def _empty_boundary(self, requires_grad: bool) -> tuple[KeyValue, ...]:
+    def _empty_boundary(self) -> tuple[KeyValue, ...]:
         weights, sizes = self.weights, self.weights.text_sizes
-        shape = (1, sizes.num_kv_heads, 0, sizes.head_dim)
+        nothing = torch.empty((1, sizes.num_kv_heads, 0, sizes.head_dim), dtype=weights.dtype, device=weights.device)
+        return tuple(KeyValue(nothing, nothing) for _ in weights.layers)
 
-        def leaf() -> torch.Tensor:
-            return torch.empty(shape, dtype=weights.dtype, device=weights.device, requires_grad=requires_grad)
-
-        return tuple(KeyValue(leaf(), leaf()) for _ in weights.layers)
-
-    def _check_media(self, prompt: PromptInput, mode: PrefixMode, media: Encoded) -> None:
+    def _check_media(self, given: PrefixInput, mode: PrefixMode, media: Encoded) -> None:
         if mode in ("keep", "device", "host") and not self._freeze_vision:
             raise ValueError(f"the backward of mode `{mode}` needs the tower's own forward, which is trained")
-        wanted = sum(last - first + 1 for first, last in prompt.media_spans)
+        wanted = sum(last - first + 1 for first, last in given.media_spans)
         if any(len(rows) != wanted for rows in (media.rows, *media.deepstack)):
             raise ValueError(f"the prompt has {wanted} placeholders, not: {len(media.rows)}")
 
-    def _stages(self, prompt: PromptInput, given: Encoded | None = None) -> list[Stage]:
-        """The prefix as functions from carry to carry and boundary; `given` is the tower's output, if it ran before."""
+    def _stages(self, given: PrefixInput, features: Encoded | None = None) -> list[Stage]:
+        """The prefix as functions from carry to carry and boundary; `features` is the tower's output, if it ran
+        before."""
         weights, sizes = self.weights, self.weights.text_sizes
-        device, end = weights.device, prompt.num_tokens - 1
-        if any(last >= end for _, last in prompt.media_spans):
-            raise ValueError("the last prompt token must not be a media placeholder")
-        ids = torch.tensor(prompt.prompt.token_ids[:end], device=device)
-        angles = language.rope(sizes, prompt.position_ids[:, :end].to(device).unsqueeze(1), weights.dtype)
-        whole = bool(prompt.prompt.media) and (self._freeze_vision or given is not None)
-        stages = [self._whole_vision(prompt, given)] if whole else vision_stages(weights, prompt)
+        device = weights.device
+        ids = torch.tensor(given.token_ids, device=device)
+        angles = language.rope(sizes, given.position_ids.to(device).unsqueeze(1), weights.dtype)
+        whole = bool(given.media) and (self._freeze_vision or features is not None)
+        stages = [self._whole_vision(given, features)] if whole else vision_stages(weights, given.media)
 
         def embed(carry: Carry) -> Yield:
             media, *features = carry or (None,)
-            return (language.embed(weights, ids, media, prompt.media_spans).unsqueeze(0), *features), None
+            return (language.embed(weights, ids, media, given.media_spans).unsqueeze(0), *features), None
 
         def merge_and_embed(carry: Carry) -> Yield:
             hidden, *features = carry
-            return embed((vision.merge_patches(weights, hidden, layout_of(weights, prompt)), *features))
+            return embed((vision.merge_patches(weights, hidden, layout_of(weights, given.media)), *features))
 
         stages.append(merge_and_embed if stages and not whole else embed)
         last = len(weights.layers) - 1
-        rows = language.span_rows(prompt.media_spans, device) if prompt.media_spans else None
-        stages += [self._layer_stage(index, angles, rows, index == last) for index in range(last + 1)]
+        rows = language.span_rows(given.media_spans, device) if given.media_spans else None
+        attention = self._attention if len(given.lengths) == 1 else causal_runs(given.lengths, device, weights.dtype)
+        stages += [self._layer_stage(index, angles, rows, attention, index == last) for index in range(last + 1)]
         return stages
 
-    def _stages_without_backward(self, prompt: PromptInput) -> int:
+    def _stages_without_backward(self, given: PrefixInput) -> int:
         """Stages at the start that no gradient needs to reach: the frozen tower, and the embedding behind it."""
         words = not self.weights.embed.requires_grad
-        return bool(prompt.prompt.media) + words if self._freeze_vision else 0
+        return bool(given.media) + words if self._freeze_vision else 0
 
-    def _whole_vision(self, prompt: PromptInput, given: Encoded | None) -> Stage:
+    def _whole_vision(self, given: PrefixInput, features: Encoded | None) -> Stage:
         """The tower as one stage without a graph."""
 
         def run(_: Carry) -> Yield:
-            media = given if given is not None else self.encode(prompt)
+            media = features
+            if media is None:
+                with torch.no_grad():
+                    media = self._encode(given.media)
             assert media is not None
-            if media.rows.is_cuda and given is not None:
+            if media.rows.is_cuda and features is not None:
                 # Another stream's memory perhaps, and tasks of one prompt run on several.
                 for tensor in (media.rows, *media.deepstack):
                     tensor.record_stream(torch.cuda.current_stream())
@@ -344,7 +318,9 @@ class SplitModel:
 
         return run
 
-    def _layer_stage(self, index: int, angles: Angles, rows: torch.Tensor | None, last: bool) -> Stage:
+    def _layer_stage(
+        self, index: int, angles: Angles, rows: torch.Tensor | None, attention: Attention, last: bool
+    ) -> Stage:
         layer, sizes = self.weights.layers[index], self.weights.text_sizes
 
         def run(carry: Carry) -> Yield:
@@ -352,7 +328,7 @@ class SplitModel:
             if last:
                 own, carry = language.key_value_only(layer, sizes, hidden, angles), ()
             else:
-                out, own = language.decoder_layer(layer, sizes, hidden, angles, self._attention)
+                out, own = language.decoder_layer(layer, sizes, hidden, angles, attention)
                 if features:
                     assert rows is not None
                     out = language.add_rows(out, rows, features[0])
@@ -361,12 +337,12 @@ class SplitModel:
 
         return run
 
-    def _staged_backward(self, state: PrefixState, grads: list[torch.Tensor]) -> None:
+    def _staged_backward(self, pack: PrefixPack) -> None:
         """Backward stage by stage from the last one, so that one stage's activations exist at a time."""
-        stages = self._stages(state.input, state.media)
-        inputs = stage_inputs(stages) if state.mode == "recompute" else state.stage_inputs
+        stages, grads = self._stages(pack.input, pack.media), pack.take_gradients()
+        inputs = stage_inputs(stages) if pack.mode == "recompute" else pack.stage_inputs
         carry_grads: tuple[torch.Tensor | None, ...] = ()
-        without_backward = self._stages_without_backward(state.input)
+        without_backward = self._stages_without_backward(pack.input)
         while len(stages) > without_backward:
             stage, saved = stages.pop(), inputs.pop()
             # Detached, because what a stage only hands on is one tensor in the inputs of several.

@@ -13,7 +13,7 @@ from rollplex_cli.engines.trainer.model.language import KeyValue
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.data.types import Media
     from rollplex_cli.engines.trainer.model.parameters import ModelWeights
 
 Carry = tuple[torch.Tensor, ...]
@@ -24,18 +24,17 @@ Yield = tuple[Carry, KeyValue | None]
 Stage = Callable[[Carry], Yield]
 
 
-def layout_of(weights: ModelWeights, prompt: PromptInput) -> vision.VisionLayout:
-    """The vision layout of a prompt's media."""
-    grids = tuple(m.grid_thw for m in prompt.prompt.media)
+def layout_of(weights: ModelWeights, media: Sequence[Media]) -> vision.VisionLayout:
+    """The vision layout of media."""
+    grids = tuple(m.grid_thw for m in media)
     return vision.vision_layout(grids, weights.vision_sizes, weights.dtype, weights.device)
 
 
-def vision_stages(weights: ModelWeights, prompt: PromptInput) -> list[Stage]:
-    """Patch embedding and blocks, one stage each; none for a prompt without media."""
-    media = prompt.prompt.media
+def vision_stages(weights: ModelWeights, media: Sequence[Media]) -> list[Stage]:
+    """Patch embedding and blocks, one stage each; none without media."""
     if not media:
         return []
-    layout = layout_of(weights, prompt)
+    layout = layout_of(weights, media)
 
     def patch(_: Carry) -> Yield:
         patches = torch.cat([m.patches for m in media]) if len(media) > 1 else media[0].patches
@@ -80,11 +79,6 @@ def backward(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Backward from those roots, each with its gradient, that depend on something trained."""
     if kept := [pair for pair in pairs if pair[0].requires_grad]:
         torch.autograd.backward([root for root, _ in kept], [grad for _, grad in kept])
-
-
-def leaves(outputs: tuple[KeyValue, ...]) -> tuple[KeyValue, ...]:
-    """The boundary as leaves of the suffix's graph."""
-    return tuple(KeyValue(*(t.detach().requires_grad_() for t in pair)) for pair in outputs)
 
 
 def to_host(inputs: Sequence[Carry]) -> list[Carry]:

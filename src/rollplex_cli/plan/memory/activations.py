@@ -108,18 +108,12 @@ def vision_features(inputs: MemoryInputs) -> int:
 
 
 def weight_gradient(inputs: MemoryInputs, elements: int) -> int:
-    """One weight's gradient before it is added to the arena: as computed, and cast to float32. Beside adapters there is
-    none, and theirs are too small to count."""
+    """Gradient of embedding or head before it is added to the arena: as computed, and cast to float32. Those of linear
+    maps are added by their product. Beside adapters there is none, and theirs are too small to count."""
     if inputs.adapter_parameters:
         return 0
     size = inputs.bytes_per_value
     return elements * (size + (FLOAT32_BYTES if size < FLOAT32_BYTES else 0))
-
-
-def _gate_up_gradient(inputs: MemoryInputs) -> int:
-    """Of the widest matrix of a layer."""
-    gate = -(-inputs.shape.intermediate_size // inputs.train_tp)
-    return weight_gradient(inputs, 2 * gate * inputs.shape.hidden_size)
 
 
 def suffix_activations(inputs: MemoryInputs) -> int:
@@ -129,11 +123,10 @@ def suffix_activations(inputs: MemoryInputs) -> int:
     # Rotary angles, shared by all layers; input and output of the last norm.
     saved = rows * (2 * FLOAT32_BYTES * inputs.shape.head_dim + 2 * layer.entry) + _masks(inputs)
     saved += rows * (redone * layer.entry + kept * (layer.kept + joined_keys(inputs)))
-    gate_up = _gate_up_gradient(inputs)
     at_head = _head(inputs)
-    in_kept = rows * layer.backward + gate_up if kept else 0
+    in_kept = rows * layer.backward if kept else 0
     # The kept layers are the last ones: when the first of the others is run again, they are gone.
-    in_redone = rows * (layer.kept + joined_keys(inputs) - layer.entry + layer.backward) + gate_up if redone else 0
+    in_redone = rows * (layer.kept + joined_keys(inputs) - layer.entry + layer.backward) if redone else 0
     return saved + max(at_head, in_kept, in_redone - rows * kept * (layer.kept + joined_keys(inputs)))
 
 
@@ -213,14 +206,13 @@ def prefix_backward(inputs: MemoryInputs) -> int:
 
 def _backward(inputs: MemoryInputs, mode: PrefixActivations) -> int:
     shape, tokens, layer, block = inputs.shape, inputs.max_prompt_tokens, decoder_layer(inputs), vision_block(inputs)
-    gate_up = _gate_up_gradient(inputs)
     words = weight_gradient(inputs, -(-shape.vocab_size // inputs.train_tp) * shape.hidden_size)
     if mode == "keep":
-        return max(tokens * layer.backward + gate_up, tokens * layer.entry + words)
+        return max(tokens * layer.backward, tokens * layer.entry + words)
     redone = mode == "recompute"
     language = _language_inputs(inputs) if redone else 0
     vision = _vision_inputs(inputs) if redone else 0
-    in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward) + gate_up
+    in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward)
     in_embedding = vision + 2 * tokens * layer.entry + words
     if inputs.freeze_vision:
         return max(in_layer, in_embedding)

@@ -191,9 +191,14 @@ def _own_towers(inputs: MemoryInputs) -> list[Change]:
     return _switch("reuse.frozen_vision", "false", "share_frozen_vision", False, possible=possible)
 
 
+def _prompts_one_by_one(inputs: MemoryInputs) -> list[Change]:
+    possible = inputs.prefix_pack_tokens > 0
+    return _switch("schedule.prefix_pack_tokens", "0", "prefix_pack_tokens", 0, possible=possible)
+
+
 def _prefixes_in_flight(inputs: MemoryInputs) -> list[Change]:
     # With a limit of n the group next in order is held besides.
-    values = range(inputs.held_groups - 2, 0, -1) if inputs.overlap else ()
+    values = range(inputs.held_groups - 2, 0, -1) if inputs.overlap and not inputs.prefix_pack_tokens else ()
     return _numbers("schedule.prefixes_in_flight", "prefixes_in_flight", values)
 
 
@@ -265,6 +270,7 @@ SETTINGS: tuple[Knob, ...] = (
     _recompute,
     _kept_layers,
     _prefill,
+    _prompts_one_by_one,
     _prefixes_in_flight,
     _no_early_groups,
     _kv_tokens,

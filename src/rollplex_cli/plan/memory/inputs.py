@@ -66,6 +66,9 @@ class MemoryInputs:
     on_gpu: bool
     prefix_kept_tokens: int | None = None
     """Limit on the tokens of prompts whose prefix activations are held; None is none."""
+    prefix_pack_tokens: int = 0
+    """Tokens of prompts that run in one pass. Two groups that follow each other may be of two passes, so all are held
+    at once."""
     adapter_parameters: int = 0
     """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
     vision_of_rollout: bool = False
@@ -81,7 +84,7 @@ class MemoryInputs:
     @property
     def held_groups(self) -> int:
         """Groups whose boundary is held at once by a role."""
-        if not self.overlap:
+        if not self.overlap and not self.prefix_pack_tokens:
             return 1  # role by role, group by group
         # The group next in order is exempt from the limit.
         return min(self.groups, self.prefixes_in_flight + 1) if self.prefixes_in_flight else self.groups

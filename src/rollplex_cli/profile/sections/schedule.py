@@ -11,7 +11,7 @@ from rollplex_cli.profile.types import STRICT, NonNegativeFloat, NonNegativeInt
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleProfile:
-    """The order of tasks within a step. None of these settings changes a result."""
+    """The order of tasks within a step. None of these settings changes a result, but for `prefix_pack_tokens`."""
 
     name: Literal["rollplex", "colocate", "disagg"] = "rollplex"
     """`rollplex`: what depends on the prompt alone runs beside decode. `colocate`: decode, then reference, then actor.
@@ -26,6 +26,11 @@ class ScheduleProfile:
     prefix_kept_tokens: NonNegativeInt | None = None
     """Tokens of the prompts for which that is held at a time; prompts beyond it are computed again in their backward.
     `null`: under `keep` and `device` as many as the memory plan allows, else all."""
+    prefix_pack_tokens: NonNegativeInt = 0
+    """Prompts of several groups run their prefix in one pass of up to so many tokens; 0 is one prompt a pass. On a GPU
+    a short prompt's prefix waits for the host, which launches as much for one prompt as for many: about 2048 is where
+    a pass no longer does. It changes results in rounding. Prompts run alone where a step has several updates, groups
+    that are not known at its start, or vision features that several roles share."""
     suffix_kept_layers: NonNegativeInt | None = None
     """Decoder layers, counted from the last, whose activations of the responses are kept for the backward; the
     others run their forward again. `null` keeps all, which is fastest; 0 needs the least memory."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rollplex_cli.engines.trainer.actor import Actor, SuffixOutcome
-    from rollplex_cli.engines.trainer.split import PrefixState
+    from rollplex_cli.engines.trainer.prefix import PrefixState
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.rl.packing import PackedSuffix
     from rollplex_cli.runtime.records import GroupRecord
@@ -135,7 +135,7 @@ class Learner:
         if group in self._trained:
             actor.prefix_backward(state)
         else:
-            state.release()
+            actor.release(state)
 
     def _loss(self, logprobs: torch.Tensor, batch: GroupBatch) -> LossResult:
         # In the first update the policy is the one that sampled: its own log-probs, not a copy rounded elsewhere.

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from rollplex_cli.engines.trainer.model.flash import bounds_of, flash_runs, supported
 from rollplex_cli.rl.packing import suffix_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from rollplex_cli.engines.trainer.model.flash import Bounds
 
 
 class Attention(Protocol):
@@ -49,6 +53,50 @@ def sdpa(
 
 
 ATTENTION: Mapping[str, Attention] = {"sdpa": sdpa}
+
+
+def causal_runs(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Attention:
+    """Causal attention within runs of these lengths, laid end to end in one batch row; the others do not exist for a
+    run."""
+    if not supported(device, dtype):
+        return _CausalRuns(tuple(lengths))
+    return _FlashCausalRuns(bounds_of(lengths, lengths, device))
+
+
+@dataclass(frozen=True, slots=True)
+class _CausalRuns:
+    lengths: tuple[int, ...]
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        assert causal and bias is None
+        runs = zip(*(torch.split_with_sizes(t, self.lengths, 2) for t in (q, k, v)), strict=True)
+        return torch.cat([sdpa(*run, causal=True) for run in runs], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _FlashCausalRuns:
+    bounds: Bounds
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        causal: bool = False,
+    ) -> torch.Tensor:
+        assert causal and bias is None
+        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+        return flash_runs(q, k, v, self.bounds, causal=True).flatten(1).unsqueeze(0)
 
 
 def folded_bias(

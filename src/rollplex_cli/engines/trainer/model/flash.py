@@ -33,24 +33,30 @@ def supported(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
 
 
-def flash_runs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-    """Attention of every run to itself, all rows to all rows, [rows, heads, d] each; differentiable."""
-    out: torch.Tensor = _FlashRuns.apply(q, k, v, bounds)  # type: ignore[no-untyped-call]
+def flash_runs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, *, causal: bool = False
+) -> torch.Tensor:
+    """Attention of every run to itself, all rows to all rows or to those before, [rows, heads, d] each;
+    differentiable. Keys may have fewer heads."""
+    out: torch.Tensor = _FlashRuns.apply(q, k, v, bounds, causal)  # type: ignore[no-untyped-call]
     return out
 
 
 class _FlashRuns(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds) -> torch.Tensor:
-        out, lse, *state = flash_forward(q, k, v, bounds, causal=False)
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: Bounds, causal: bool
+    ) -> torch.Tensor:
+        out, lse, *state = flash_forward(q, k, v, bounds, causal=causal)
         ctx.save_for_backward(q, k, v, out, lse, *state)
-        ctx.bounds = bounds
+        ctx.bounds, ctx.causal = bounds, causal
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, v, out, lse, *state = ctx.saved_tensors
-        return *flash_backward(grads[0].contiguous(), q, k, v, out, lse, ctx.bounds, state, causal=False), None
+        grad = grads[0].contiguous()
+        return *flash_backward(grad, q, k, v, out, lse, ctx.bounds, state, causal=ctx.causal), None, None
 
 
 def flash_forward(
