@@ -91,8 +91,8 @@ def eight() -> list[Part]:
     ]
     for workload in ("star", "llava-video"):
         parts.append(bench(workload, profile, workload, 3, ("colocate",)))
-        # A rank that only trains holds twice the training shard: it can keep fewer layers' activations within 80 GB, and
-        # the boundaries of one prompt.
+        # A rank that only trains holds twice the training shard: it can keep fewer layers' activations within 80 GB,
+        # and the boundary of one prompt at a time.
         fits = ("schedule.suffix_kept_layers=4", "schedule.prefix_pack_tokens=0")
         parts.append(bench(f"{workload}-disagg", profile, workload, 3, ("disagg",), *fits))
     parts.append(bench("matched-tp", profile, "star", 3, ("colocate",), "topology.rollout_tp=8"))

@@ -23,12 +23,14 @@ import torch
 from rollplex_cli.core.files import write_atomic
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
+from rollplex_cli.runtime.groups.packs import pack_limit, packs_of
 from rollplex_cli.runtime.sharing.sharing import MIN_EFFICIENCY, Choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
+    from rollplex_cli.engines.trainer.actor import Actor
     from rollplex_cli.runtime.assembly.rank import Rank
 
 log = logging.getLogger("rollplex.sharing")
@@ -59,7 +61,7 @@ class Measurement:
     """Decode steps a second."""
     decode: float
     prefix_alone: float
-    """Prefixes a second, of the longest prompt given."""
+    """Passes of prefixes a second, of the longest prompt given or those that share its pass."""
     prefix: float
     efficiency: float
     watts: float | None
@@ -80,10 +82,11 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     seconds, sharing, topology = rank.profile.schedule.calibration_s, rank.sharing, rank.team.topology
     if sharing.streams is None or not seconds or topology.rollout_tp > 1 or topology.disaggregated:
         return []
-    prompt = max(inputs, key=lambda i: i.num_tokens)
+    packs = packs_of(dict(enumerate(inputs)), pack_limit(rank.profile), ())
+    longest = max(packs, key=lambda pack: sum(inputs[i].num_tokens for i in pack))
     decoding = max(1, len(inputs) // topology.replicas_per_group) * rank.profile.rollout.group_size
     largest = min(rank.profile.rollout.max_running_requests, decoding)
-    probe = _Probe(rank, prompt, seconds)
+    probe = _Probe(rank, [inputs[i] for i in longest], seconds)
     alone = probe.prefix_rate(0)
     found = [m for batch in sorted({*(b for b in BATCHES if b < largest), largest}) for m in probe.batch(batch, alone)]
     found = _agreed(rank, found)
@@ -117,13 +120,14 @@ def _agreed(rank: Rank, found: Sequence[Measurement]) -> list[Measurement]:
 
 
 class _Probe:
-    """Decode and prefixes of one prompt on the rank's lanes.
+    """Decode of one prompt and passes of prefixes on the rank's lanes.
 
     Ranks of a training group meet in every prefix: each takes as many of them as the others, a number agreed on before.
     """
 
-    def __init__(self, rank: Rank, prompt: PromptInput, seconds: float) -> None:
-        self._rank, self._prompt, self._seconds = rank, prompt, seconds
+    def __init__(self, rank: Rank, prompts: Sequence[PromptInput], seconds: float) -> None:
+        self._rank, self._prompts, self._seconds = rank, prompts, seconds
+        self._prompt = max(prompts, key=lambda i: i.num_tokens)
         self._steps = 0
         self._count = 0
         self._full = threading.Event()
@@ -171,7 +175,7 @@ class _Probe:
         return (self._steps - first) / (time.monotonic() - started)
 
     def prefix_rate(self, reserved_sms: int) -> float:
-        """Prefixes a second on the trainer lane, while whatever runs beside it runs."""
+        """Passes a second on the trainer lane, while whatever runs beside it runs."""
         if not self._count:
             rates = self._meet("prefixes a second", {"rate": self._run_prefixes(0, IN_FLIGHT)})
             self._count = max(IN_FLIGHT, math.ceil(self._seconds / 2 * max(theirs["rate"] for theirs in rates)))
@@ -188,17 +192,21 @@ class _Probe:
         actor, streams = self._rank.engines.actor, self._rank.sharing.streams
         assert streams is not None
         streams.enter(reserved_sms)
-        actor.prefix(self._prompt).release()
+        self._pass(actor)
         streams.synchronize()
         started = time.monotonic()
         for number in range(1, count + 1):
-            actor.prefix(self._prompt).release()
+            self._pass(actor)
             # A few in flight: the device never waits for Python, and Python never runs far ahead.
             if number % IN_FLIGHT == 0 or number == count:
                 streams.synchronize()
         rate = count / (time.monotonic() - started)
         streams.enter(0)
         return rate
+
+    def _pass(self, actor: Actor) -> None:
+        for state in actor.prefixes(self._prompts):
+            actor.release(state)
 
     def _decode(self, batch: int) -> None:
         with self._rank.memory.residency.hold("rollout_kv", "calibration"):
