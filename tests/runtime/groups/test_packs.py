@@ -64,3 +64,10 @@ def test_the_first_of_a_pack_runs_it_for_all() -> None:
     assert take(TaskKind.ACTOR_PREFIX, 2) == "3.0"
     assert runs == [[5, 5], [5, 5], [5]]
     assert packs.members(0) == (0, 1) and packs.members(9) == (9,)
+
+
+def test_a_group_that_comes_later_runs_alone() -> None:
+    inputs = prompts(5, 5)
+    packs = PrefixPacks(inputs, 100)
+    inputs |= {7: SimpleNamespace(num_tokens=3)}
+    assert packs.take(TaskKind.REF_PREFIX, 7, lambda given: [p.num_tokens for p in given]) == 3

@@ -47,13 +47,13 @@ class PrefixPacks:
     The prefix task of the first group of a pack to come runs the pass; those of the others take their part of it.
 
     Args:
-        inputs: prompts by local group id.
+        inputs: prompts by local group id; may grow, by groups that run alone.
         limit: tokens of a pass.
         alone: groups that take part in none.
     """
 
     def __init__(self, inputs: Mapping[int, PromptInput], limit: int, alone: Collection[int] = ()) -> None:
-        self._inputs = dict(inputs)
+        self._inputs = inputs
         self._packs = {group: pack for pack in packs_of(inputs, limit, alone) for group in pack}
         self._waiting: dict[tuple[TaskKind, int], PrefixState] = {}
 
