@@ -50,6 +50,22 @@ def test_peak_is_the_largest_phase_and_phases_are_sums(name: str) -> None:
     assert plan.memory.peak_bytes == max(plan.memory.phase_bytes(phase) for phase in PHASES)
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["algorithm.num_minibatches=2", "algorithm.num_epochs=2", "rollout.extra_groups=2", "algorithm.name=dapo"],
+)
+def test_nothing_is_planned_for_packs_where_prompts_run_alone(override: str) -> None:
+    packed, alone = (
+        plan_of("qwen25vl3b", "schedule.name=colocate", f"schedule.prefix_pack_tokens={tokens}", override)
+        for tokens in (2048, 0)
+    )
+    assert packed.memory == alone.memory
+    # A limit on boundaries stands against nothing then.
+    load_profile("qwen25vl3b", [override, "schedule.prefixes_in_flight=2"])
+    with pytest.raises(UsageError, match="expected 0 with `schedule.prefix_pack_tokens`"):
+        load_profile("qwen25vl3b", ["schedule.prefixes_in_flight=2"])
+
+
 def test_without_kl_there_is_no_reference() -> None:
     plan = plan_of("qwen25vl7b", "algorithm.kl_coef=0")
     assert not any(item.name.startswith("reference") for item in plan.memory.objects)

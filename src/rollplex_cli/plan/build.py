@@ -218,7 +218,7 @@ def _memory_inputs(profile: Profile, shape: ModelShape, topology: Topology, task
         early_groups=overlap and schedule.early_groups and profile.algorithm.advantage != "batch_std",
         prefix_activations=schedule.prefix_activations,
         prefix_kept_tokens=schedule.prefix_kept_tokens,
-        prefix_pack_tokens=schedule.prefix_pack_tokens,
+        prefix_pack_tokens=profile.prefix_pack_tokens,
         suffix_kept_layers=schedule.suffix_kept_layers,
         freeze_vision=profile.frozen_vision,
         vision_of_rollout=vision_source(profile) == "rollout",

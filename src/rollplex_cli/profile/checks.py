@@ -224,7 +224,7 @@ def _schedule(profile: Profile) -> Iterator[tuple[str, str]]:
             "the rollout leaves keys and values, no activations"
         )
         yield "schedule.prefix_activations", text
-    if profile.schedule.prefix_pack_tokens and profile.schedule.prefixes_in_flight:
+    if profile.prefix_pack_tokens and profile.schedule.prefixes_in_flight:
         text = (
             f"got {profile.schedule.prefixes_in_flight}, expected 0 with `schedule.prefix_pack_tokens`: a pass holds "
             "the boundaries of all its prompts"

@@ -321,6 +321,16 @@ class Profile:
         return self.schedule.name == "disagg"
 
     @property
+    def prefix_pack_tokens(self) -> int:
+        """Prompt tokens of a pass of several prompts, no longer than the longest prompt, for which there is memory; 0
+        where prompts run alone: where a step has several updates, or groups that are not known at its start."""
+        algorithm = self.algorithm
+        several = algorithm.num_minibatches * algorithm.num_epochs > 1
+        if several or algorithm.max_refills or self.rollout.extra_groups:
+            return 0
+        return min(self.schedule.prefix_pack_tokens, self.data.max_prompt_tokens)
+
+    @property
     def rollout_beside_training(self) -> bool:
         """Whether a rollout of several ranks decodes while the same ranks train: both then launch collectives."""
         return self.topology.rollout_tp > 1 and self.schedule.name == "rollplex"

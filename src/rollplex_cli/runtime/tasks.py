@@ -18,7 +18,7 @@ from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.decoding import Decoding
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
-from rollplex_cli.runtime.groups.packs import PrefixPacks, pack_limit
+from rollplex_cli.runtime.groups.packs import PrefixPacks
 from rollplex_cli.runtime.groups.refills import Refills
 from rollplex_cli.runtime.groups.vision import StepVision
 from rollplex_cli.runtime.pool import DecodePool
@@ -103,11 +103,9 @@ class StepTasks:
         """Hears after each decode step how many responses are under way."""
 
     def _packs(self) -> PrefixPacks:
-        """Passes of several prompts, where all groups are known from the start and have one boundary in the step."""
+        """Passes of several prompts. Those whose vision features are shared run alone."""
         shared = self.vision.shared
-        known = not self.started and not self.refills.reserve and self.learner.num_updates == 1
-        limit = pack_limit(self._profile) if known else 0
-        return PrefixPacks(self.inputs, limit, shared.groups if shared is not None else ())
+        return PrefixPacks(self.inputs, self._profile.prefix_pack_tokens, shared.groups if shared is not None else ())
 
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts, of the groups that the step finished."""

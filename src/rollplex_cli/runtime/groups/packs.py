@@ -10,12 +10,6 @@ if TYPE_CHECKING:
     from rollplex_cli.core.names import TaskKind
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.prefix import PrefixState
-    from rollplex_cli.profile.schema import Profile
-
-
-def pack_limit(profile: Profile) -> int:
-    """Tokens of a pass: none is longer than the longest prompt, for which there is memory."""
-    return min(profile.schedule.prefix_pack_tokens, profile.data.max_prompt_tokens)
 
 
 def packs_of(inputs: Mapping[int, PromptInput], limit: int, alone: Collection[int]) -> list[tuple[int, ...]]:

@@ -23,7 +23,7 @@ import torch
 from rollplex_cli.core.files import write_atomic
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
-from rollplex_cli.runtime.groups.packs import pack_limit, packs_of
+from rollplex_cli.runtime.groups.packs import packs_of
 from rollplex_cli.runtime.sharing.sharing import MIN_EFFICIENCY, Choice
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     seconds, sharing, topology = rank.profile.schedule.calibration_s, rank.sharing, rank.team.topology
     if sharing.streams is None or not seconds or topology.rollout_tp > 1 or topology.disaggregated:
         return []
-    packs = packs_of(dict(enumerate(inputs)), pack_limit(rank.profile), ())
+    packs = packs_of(dict(enumerate(inputs)), rank.profile.prefix_pack_tokens, ())
     longest = max(packs, key=lambda pack: sum(inputs[i].num_tokens for i in pack))
     decoding = max(1, len(inputs) // topology.replicas_per_group) * rank.profile.rollout.group_size
     largest = min(rank.profile.rollout.max_running_requests, decoding)
