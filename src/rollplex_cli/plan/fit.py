@@ -114,7 +114,7 @@ def advice_text(advice: Advice) -> str:
             f"no change of the profile is enough: the furthest would still take {format_bytes(advice.peak_bytes)} of "
             f"device and {format_bytes(advice.host_bytes)} of host memory a rank"
         )
-    settings = " ".join(f"--set {change.key}={change.value}" for change in advice.changes)
+    settings = " ".join(f"--set {setting}" for setting in advice.settings)
     kind = "changes the job" if advice.changes_job else "changes no result"
     return f"the smallest change that fits ({format_bytes(advice.peak_bytes)} at the peak, {kind}): {settings}"
 

@@ -74,6 +74,16 @@ def test_settings_are_combined_before_the_job_is_touched(inputs: Make) -> None:
         assert limits(48).excess(without), f"{left_out.key} is not needed"
 
 
+def test_fewer_boundaries_need_prompts_one_by_one(inputs: Make) -> None:
+    """Packs alone cost no memory beside decode, but stand against a limit on boundaries."""
+    advice = advise(inputs("qwen25vl7b", prefix_pack_tokens=2048), limits(42))
+    plain = advise(inputs("qwen25vl7b", prefix_pack_tokens=0), limits(42))
+    assert advice is not None and plain is not None and advice.fits and not advice.changes_job
+    assert advice.peak_bytes == plain.peak_bytes
+    assert set(settings_of(advice)) - set(settings_of(plain)) == {"schedule.prefix_pack_tokens=0"}
+    assert "--set schedule.prefix_pack_tokens=0 --set schedule.prefixes_in_flight=" in advice_text(advice)
+
+
 def test_a_job_that_cannot_be_helped_says_so(inputs: Make) -> None:
     advice = advise(inputs("qwen25vl7b"), limits(8))
     assert advice is not None and not advice.fits and advice.changes_job

@@ -52,6 +52,13 @@ class Change:
     value: str
     fields: Mapping[str, Any]
     """What it sets in `MemoryInputs`."""
+    needs: tuple[str, ...] = ()
+    """Settings without which the profile would refuse it, `KEY=VALUE` each."""
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All that has to be set, `KEY=VALUE` each."""
+        return (*self.needs, f"{self.key}={self.value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +72,15 @@ class Advice:
     changes_job: bool
     """Whether one of them changes what is learned, or on what."""
 
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """All that has to be set, `KEY=VALUE` each."""
+        return tuple(setting for change in self.changes for setting in change.settings)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
-            "set": [f"{change.key}={change.value}" for change in self.changes],
+            "set": list(self.settings),
             "fits": self.fits,
             "peak_bytes": self.peak_bytes,
             "host_bytes": self.host_bytes,
@@ -198,8 +210,13 @@ def _prompts_one_by_one(inputs: MemoryInputs) -> list[Change]:
 
 def _prefixes_in_flight(inputs: MemoryInputs) -> list[Change]:
     # With a limit of n the group next in order is held besides.
-    values = range(inputs.held_groups - 2, 0, -1) if inputs.overlap and not inputs.prefix_pack_tokens else ()
-    return _numbers("schedule.prefixes_in_flight", "prefixes_in_flight", values)
+    found = _numbers("schedule.prefixes_in_flight", "prefixes_in_flight", range(inputs.held_groups - 2, 0, -1))
+    if not inputs.overlap:
+        return []
+    if not inputs.prefix_pack_tokens:
+        return found
+    one_by_one = ("schedule.prefix_pack_tokens=0",)
+    return [replace(c, fields={**c.fields, "prefix_pack_tokens": 0}, needs=one_by_one) for c in found]
 
 
 def _no_early_groups(inputs: MemoryInputs) -> list[Change]:
