@@ -53,6 +53,19 @@ def test_colocate_holds_one_boundary_and_no_prefix_beside_decode(inputs: Make) -
     assert inputs(overlap=False, early_groups=False, prefix_pack_tokens=2048).held_groups == 8
 
 
+def test_packs_under_way_hold_boundaries_and_their_gradients(inputs: Make) -> None:
+    """Role by role: three passes of two prompts or more, and a prompt at its longest, of eight groups."""
+    job = inputs(overlap=False, early_groups=False, prefix_pack_tokens=2048)
+    plain = inputs(overlap=False, early_groups=False, prefix_pack_tokens=0)
+    assert job.held_prompt_tokens == 3 * 2048 + 8192 and plain.held_prompt_tokens == 8192
+    found, alone = moments_of(job)["actor suffix"], moments_of(plain)["actor suffix"]
+    for name in ("actor_boundary", "boundary_gradients"):
+        assert found[name] * 8192 == alone[name] * job.held_prompt_tokens
+    # Beside decode every group counts at its longest.
+    beside = [moments_of(inputs(overlap=True, prefix_pack_tokens=tokens)) for tokens in (0, 2048)]
+    assert beside[0] == beside[1]
+
+
 @pytest.mark.parametrize(("limit", "held"), [(0, 8), (1, 2), (6, 7), (7, 8), (20, 8)])
 def test_boundaries_held_are_the_limit_and_the_next_group(inputs: Make, limit: int, held: int) -> None:
     assert inputs(prefixes_in_flight=limit).held_groups == held

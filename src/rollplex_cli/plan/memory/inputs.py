@@ -67,8 +67,7 @@ class MemoryInputs:
     prefix_kept_tokens: int | None = None
     """Limit on the tokens of prompts whose prefix activations are held; None is none."""
     prefix_pack_tokens: int = 0
-    """Tokens of prompts that run in one pass. Two groups that follow each other may be of two passes, so all are held
-    at once."""
+    """Tokens of prompts that run in one pass; 0 where they run alone."""
     adapter_parameters: int = 0
     """Elements of LoRA adapters in a training shard; 0 trains the weights themselves. Goes with `freeze_vision`."""
     vision_of_rollout: bool = False
@@ -92,7 +91,13 @@ class MemoryInputs:
     @property
     def held_prompt_tokens(self) -> int:
         """Tokens of the prompts whose boundaries a role holds at once, at their longest."""
-        return self.held_groups * self.max_prompt_tokens
+        return self.open_pack_tokens + (self.held_groups if self.overlap else 1) * self.max_prompt_tokens
+
+    @property
+    def open_pack_tokens(self) -> int:
+        """Those of passes under way beside the group that is trained, where a role goes group by group: a pass of
+        several prompts has two at least. Beside decode all groups count at their longest, which is more."""
+        return 0 if self.overlap else (self.groups - 1) // 2 * min(self.prefix_pack_tokens, self.max_prompt_tokens)
 
     @property
     def kept_prefix_tokens(self) -> int:

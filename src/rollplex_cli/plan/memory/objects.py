@@ -114,8 +114,9 @@ class _Table:
         sharing = weight_sharing(shape, inputs.train_tp, inputs.rollout_tp, size)
         self._rollout = (shape.shard_parameters(inputs.rollout_tp) + inputs.adapter_parameters) * size
         self._own = self._rollout - foreign_bytes(inputs)
-        boundary = inputs.max_prompt_tokens * shape.kv_bytes_per_token(inputs.train_tp, size)
-        self._boundary, self._held = boundary, inputs.held_groups * boundary
+        token = shape.kv_bytes_per_token(inputs.train_tp, size)
+        self._held = inputs.held_prompt_tokens * token
+        self._boundary_gradients = (inputs.max_prompt_tokens + inputs.open_pack_tokens) * token
         self._kv = inputs.kv_tokens * shape.kv_bytes_per_token(inputs.rollout_tp, size)
         # prompts of a replica x merged patches (at most the prompt's tokens) x hidden x bytes
         embeddings = inputs.groups_per_replica * inputs.max_prompt_tokens * shape.hidden_size * size
@@ -180,7 +181,7 @@ class _Table:
         return self._moment("publish", "PUBLISH", snapshot=self._rollout, publish_staging=self._staging)
 
     def _learning(self, name: str, beside_decode: bool, **own: int) -> Moment:
-        common = {"boundary_gradients": self._boundary, "gradients": self._gradients, **own}
+        common = {"boundary_gradients": self._boundary_gradients, "gradients": self._gradients, **own}
         common["vision_features"] = self._features
         if beside_decode:
             return self._moment(f"decode, {name}", "GENERATE", **{**self._beside_decode(), **common})
