@@ -152,6 +152,22 @@ def test_colocate_runs_role_by_role_after_decode() -> None:
     assert kinds.index(K.ACTOR_PREFIX) > last_reference
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.permutations(range(5)), st.booleans(), st.integers(0, 10**6))
+def test_colocate_holds_one_group_of_the_actor_however_late_its_advantages(
+    order: list[int], reference: bool, seed: int
+) -> None:
+    vision = shared({0, 1, 2, 4}, from_rollout=False, for_reference=False)
+    graph = build_step_graph(range(5), reference=reference, vision=vision)
+    schedule = schedule_from("colocate", early_groups=False, prefixes_in_flight=0, advantages_wait=True)
+    keys = [key for key, _ in simulate(graph, schedule, list(order), random.Random(seed))]
+    boundaries = [key.kind for key in keys if key.kind in (K.ACTOR_PREFIX, K.ACTOR_PREFIX_BACKWARD)]
+    assert boundaries == [K.ACTOR_PREFIX, K.ACTOR_PREFIX_BACKWARD] * 5
+    if not reference:
+        features = [key for key in keys if key.kind in (K.ENCODE, K.ACTOR_PREFIX_BACKWARD) and key.group != 3]
+        assert [key.kind for key in features] == [K.ENCODE, K.ACTOR_PREFIX_BACKWARD] * 4
+
+
 def test_vision_features_come_right_before_their_first_user() -> None:
     """So that no more of them are held than the order of the roles asks for."""
     vision = shared({0, 1, 2}, from_rollout=False, for_reference=True)

@@ -81,9 +81,14 @@ class Schedule:
         return self._pick_beside_decode(graph, ready, phase)
 
     def _pick_by_role(self, graph: TaskGraph, ready: list[TaskKey]) -> TaskKey | None:
-        """All of the reference, then all of the actor, each group by group."""
+        """All of the reference, then all of the actor, each group by group. Where nothing overlaps the actor
+        makes nothing for a group before its turn, though the one in turn may wait for its reward: the memory plan
+        counts what one group holds."""
         reference_done = graph.all_terminal(_REFERENCE)
         allowed = [k for k in ready if reference_done or k.kind in _REFERENCE or k.kind is TaskKind.ENCODE]
+        if reference_done and not self.overlap:
+            head = graph.next_to_train()
+            allowed = [k for k in allowed if k.group == head or k.kind not in (TaskKind.ENCODE, TaskKind.ACTOR_PREFIX)]
         return self._finish_first(graph, allowed)
 
     def _pick_beside_decode(self, graph: TaskGraph, ready: list[TaskKey], phase: Phase) -> TaskKey | None:
