@@ -75,6 +75,8 @@ class PrefixPack:
     """Input of each stage (`device`, `host`)."""
     media: Encoded | None = None
     """The frozen tower's output, from which a recomputation starts (`recompute`)."""
+    stream: torch.cuda.Stream | None = None
+    """What the forward ran on (`keep`, on a GPU)."""
     on_release: Callable[[], None] | None = None
     """Called once, when the pack is released."""
     _gradients: dict[int, list[torch.Tensor]] = field(default_factory=dict)

@@ -115,7 +115,8 @@ class SplitModel:
         if mode == "keep":
             with torch.enable_grad():
                 outputs = run_stages(stages)
-            return PrefixPack(given, mode, outputs).states(outputs)
+            stream = torch.cuda.current_stream() if self.weights.device.type == "cuda" else None
+            return PrefixPack(given, mode, outputs, stream=stream).states(outputs)
         saved: list[Carry] | None = [] if mode in ("device", "host") else None
         with torch.no_grad():
             outputs = run_stages(stages, saved)
@@ -187,6 +188,10 @@ class SplitModel:
         if pack.mode == "keep":
             outputs = [t for pair in pack.outputs for t in pair]
             backward(list(zip(outputs, pack.take_gradients(), strict=True)))
+            if pack.stream is not None:
+                # Autograd runs a backward where the forward ran, and orders what comes after behind the gradients that
+                # it was given; those that products add themselves it does not know of.
+                torch.cuda.current_stream().wait_stream(pack.stream)
         else:
             self._staged_backward(pack)
         pack.release()
