@@ -116,7 +116,7 @@ def run_case(
         rank.control.step = step
         inputs = [build_prompt_input(p, rank.media_tokens) for p in rank.loader.batch(step - 1)]
         result = run_step(rank, step, inputs, schedule, boundary=boundary, profile=profile)
-        largest = max(largest, *(len(result.tasks.packs.members(group)) for group in result.tasks.inputs))
+        largest = max(largest, *(len(result.tasks.prefixes.packs.members(group)) for group in result.tasks.inputs))
         losses.append(result.row["loss"].hex())
         norms.append(float(result.row["grad_norm"]).hex())
         for group in sorted(result.tasks.records):

@@ -18,7 +18,7 @@ from rollplex_cli.rl.losses import kl_terms
 from rollplex_cli.rl.packing import PackedSuffix, pack_suffix
 from rollplex_cli.runtime.groups.decoding import Decoding
 from rollplex_cli.runtime.groups.learning import GroupBatch, Learner
-from rollplex_cli.runtime.groups.packs import PrefixPacks
+from rollplex_cli.runtime.groups.prefixes import PrefixTasks
 from rollplex_cli.runtime.groups.refills import Refills
 from rollplex_cli.runtime.groups.vision import StepVision
 from rollplex_cli.runtime.pool import DecodePool
@@ -91,7 +91,7 @@ class StepTasks:
         """Seconds for which decode waited for further prompts."""
         self.learner = Learner(profile, list(inputs))
         self.vision = StepVision(profile, engines, team, inputs)
-        self.packs = self._packs()
+        self.prefixes = PrefixTasks(self, profile, engines, store)
         self.records = {g: GroupRecord(group=g, sample_id=i.prompt.sample.sample_id) for g, i in inputs.items()}
         self.scale = 0.0
         """Factor on the accumulated gradient; set by the control thread when the whole batch is known."""
@@ -102,11 +102,6 @@ class StepTasks:
         self.report_batch: Callable[[int], None] = lambda _batch: None
         """Hears after each decode step how many responses are under way."""
 
-    def _packs(self) -> PrefixPacks:
-        """Passes of several prompts. Those whose vision features are shared run alone."""
-        shared = self.vision.shared
-        return PrefixPacks(self.inputs, self._profile.prefix_pack_tokens, shared.groups if shared is not None else ())
-
     def prompts(self) -> list[tuple[int, PromptInput]]:
         """Local group ids with their prompts, of the groups that the step finished."""
         return [(group, prompt) for group, prompt in self.inputs.items() if group in self.records]
@@ -116,16 +111,21 @@ class StepTasks:
         """Whether the actor takes its boundary from the rollout: not where another replica may have decoded it."""
         return self._profile.reuse.rollout_prefix and self._team.responses is None
 
+    @property
+    def has_peers(self) -> bool:
+        """Whether the training group has ranks whose collectives this one meets."""
+        return self._team.channel is not None
+
     def bodies(self) -> dict[TaskKind, Callable[[TaskKey], Fence | None]]:
         """Bodies by kind, for the executor."""
         return {
             TaskKind.EXCHANGE: self._exchange,
-            TaskKind.ENCODE: self._encode,
+            TaskKind.ENCODE: self.prefixes.encode,
             TaskKind.REWARD: self._reward,
             TaskKind.ADVANTAGE: self._advantage,
-            TaskKind.REF_PREFIX: self._ref_prefix,
+            TaskKind.REF_PREFIX: self.prefixes.reference,
             TaskKind.REF_SUFFIX: self._ref_suffix,
-            TaskKind.ACTOR_PREFIX: self._actor_prefix,
+            TaskKind.ACTOR_PREFIX: self.prefixes.actor,
             TaskKind.ACTOR_SUFFIX: self._actor_suffix,
             TaskKind.ACTOR_PREFIX_BACKWARD: self._actor_prefix_backward,
             TaskKind.UPDATE: self._update,
@@ -281,54 +281,12 @@ class StepTasks:
         if self._team.place.trains:
             self._hand_over(result, key)
 
-    def _encode(self, key: TaskKey) -> Fence | None:
-        idle = self.records[key.group].idle and self._team.channel is None  # as in `_needs_no_prefix`
-        self._store.put("vision_features", None if idle else self.vision.encode(key.group), key)
-        return record_fence()
-
-    def _ref_prefix(self, key: TaskKey) -> Fence | None:
-        assert self._engines.reference is not None
-        features, reference = self.vision.of(key, self._store, self.learner.update), self._engines.reference
-        if features is not None:
-            state = reference.prefix(self.inputs[key.group], features)
-        else:
-            state = self.packs.take(key.kind, key.group, reference.prefixes)
-        self._store.put("reference_boundary", state, key)
-        return record_fence()
-
     def _ref_suffix(self, key: TaskKey) -> Fence | None:
         assert self._engines.reference is not None
         with self._store.lease("reference_boundary", key) as state, self._store.lease("responses", key) as result:
             logprobs = self._engines.reference.suffix(state, self._pack(key.group, result))
         self._store.put("reference_logprobs", logprobs, key)
         return record_fence()
-
-    def _actor_prefix(self, key: TaskKey) -> Fence | None:
-        if self._needs_no_prefix(key):
-            return None
-        prompt, actor = self.inputs[key.group], self._engines.actor
-        features = self.vision.of(key, self._store, self.learner.update)
-        boundary = None
-        if self.takes_prefix and self.learner.update == 0:
-            with self._store.lease("responses", key) as result:
-                boundary = result.prefix
-        if boundary is not None:
-            state = actor.adopt_prefix(prompt, boundary, features)
-        elif features is not None or self.takes_prefix:
-            state = actor.prefix(prompt, features)
-        else:
-            state = self.packs.take(key.kind, key.group, actor.prefixes)
-        self._store.put("actor_boundary", state, key)
-        return record_fence()
-
-    def _needs_no_prefix(self, key: TaskKey) -> bool:
-        """Whether neither this group nor one that shares its pass has a gradient, as far as that is known.
-
-        It may be known here and not yet on a rank whose collectives this one must meet.
-        """
-        if self._team.channel is not None or self.packs.waits(key.kind, key.group):
-            return False
-        return all(self.records[group].idle for group in self.packs.members(key.group))
 
     def _actor_suffix(self, key: TaskKey) -> Fence | None:
         record, learner = self.records[key.group], self.learner
@@ -371,6 +329,7 @@ class StepTasks:
         return record_fence()
 
     def _update(self, key: TaskKey) -> Fence | None:
+        self.prefixes.end()
         with self._theta.write(str(key)):
             self.outcome = self._engines.actor.update(self.scale)
         ended, stats = self._events.now(), asdict(self.outcome.stats)

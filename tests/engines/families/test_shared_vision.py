@@ -63,7 +63,7 @@ def test_a_frozen_tower_does_not_run_at_all(kit: Any, family: str, mode: PrefixM
     split = SplitModel(model_weights(model), freeze_vision=True)
     own = gradients(model, split, prompt, mode, None)
     assert len(runs) == (2 if mode == "recompute" else 1)
-    media = split.encode(prompt)
+    media = split.encode([prompt])
     del runs[:]
     shared = gradients(model, split, prompt, mode, media)
     assert not runs
@@ -80,7 +80,7 @@ def test_a_trained_tower_runs_in_the_backward_only(kit: Any, family: str, runs: 
     split = SplitModel(model_weights(model))
     own = gradients(model, split, prompt, "recompute", None)
     assert any(is_vision(name) for name in own[1])
-    media = split.encode(prompt)
+    media = split.encode([prompt])
     stages = len(runs)  # forward and recomputation, each once; the stage's own backward; `encode`
     del runs[:]
     shared = gradients(model, split, prompt, "recompute", media)
@@ -97,7 +97,7 @@ def test_the_reference_takes_the_actors(kit: Any, family: str, runs: list[int]) 
     model, prompt = kit.model(family), kit.prompt(family, 3, **MEDIA)
     reference, split = Reference(model), SplitModel(model_weights(kit.model(family)))
     own = reference.prefix(prompt)
-    media = split.encode(prompt)
+    media = split.encode([prompt])
     del runs[:]
     shared = reference.prefix(prompt, media)
     assert not runs

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 BESIDE, SERIAL, COLOCATE = ("rollplex", "priority"), ("rollplex", "serial"), ("colocate", "serial")
 Case = tuple[tuple[str, str], dict[str, bool]]
 """Schedule and policy, and what is reused beyond `NOTHING`."""
+PACK_TOKENS = 300
+"""Of a pass in a case whose name begins with `packed`."""
 NOTHING = dict.fromkeys(("rollout_prefix", "vision", "frozen_vision", "skip_zero_advantage"), False)
 TRAINED: dict[str, Case] = {
     "everything": (BESIDE, {}),
@@ -57,6 +59,11 @@ FROZEN: dict[str, Case] = {
     "rollout's vision, serial": (SERIAL, {"vision": True}),
     "rollout's vision, colocate": (COLOCATE, {"vision": True}),
     "rollout's vision and prefix": (BESIDE, {"vision": True, "rollout_prefix": True}),
+    "packed, everything": (BESIDE, {}),
+    "packed, one run for both": (BESIDE, {"frozen_vision": True}),
+    "packed, one run for both, colocate": (COLOCATE, {"frozen_vision": True}),
+    "packed, one run and the rollout's prefix": (BESIDE, {"frozen_vision": True, "rollout_prefix": True}),
+    "packed, rollout's vision": (BESIDE, {"vision": True}),
 }
 
 
@@ -98,12 +105,18 @@ class Towers:
         return seen
 
 
-def run_case(rank: Rank, towers: Towers, case: Case, steps: int, initial: dict[str, torch.Tensor]) -> dict[str, Any]:
+def run_case(
+    rank: Rank, towers: Towers, case: Case, steps: int, initial: dict[str, torch.Tensor], pack_tokens: int
+) -> dict[str, Any]:
     """`steps` steps from the initial weights."""
     rank.trainer_lane.submit(lambda: rank.engines.actor.load_state_dict(initial)).result()
     rank.rollout_lane.submit(rank.engines.rollout.publish).result()
     (name, policy), reused = case
-    profile = dataclasses.replace(rank.profile, reuse=ReuseProfile(**{**NOTHING, **reused}))
+    profile = dataclasses.replace(
+        rank.profile,
+        reuse=ReuseProfile(**{**NOTHING, **reused}),
+        schedule=dataclasses.replace(rank.profile.schedule, prefix_pack_tokens=pack_tokens),
+    )
     rank.sharing.follow(parse_policy(policy))
     schedule = schedule_from(name, early_groups=True, prefixes_in_flight=0)
     rows, patches = [], 0
@@ -133,7 +146,10 @@ def main() -> None:
         initial = rank.trainer_lane.submit(rank.engines.actor.state_dict).result()
         towers = Towers(rank)
         cases = FROZEN if rank.profile.frozen_vision else TRAINED
-        results = {name: run_case(rank, towers, case, steps, initial) for name, case in cases.items()}
+        results = {
+            name: run_case(rank, towers, case, steps, initial, PACK_TOKENS if name.startswith("packed") else 0)
+            for name, case in cases.items()
+        }
     print(json.dumps(results), flush=True)
 
 

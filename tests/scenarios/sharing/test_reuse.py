@@ -88,3 +88,19 @@ def test_a_frozen_tower_runs_once_for_all_three(frozen: dict[str, Any]) -> None:
     assert taken["runs"] == frozen["rollout's vision and prefix"]["runs"] == {"rollout": 1, "trainer": 0}
     assert taken == frozen["rollout's vision, serial"] == frozen["rollout's vision, colocate"]
     close(frozen["rollout's vision and prefix"], frozen["everything"])
+
+
+def test_groups_that_share_a_pass_share_that_of_a_frozen_tower_exactly(frozen: dict[str, Any]) -> None:
+    own, shared = frozen["packed, everything"], frozen["packed, one run for both"]
+    assert own["runs"] == {"rollout": 1, "trainer": 3}
+    assert shared["runs"] == {"rollout": 1, "trainer": 1}
+    assert shared == frozen["packed, one run for both, colocate"]
+    assert {**shared, "runs": None} == {**own, "runs": None}
+    assert own["weights"] != frozen["everything"]["weights"]  # other products
+    close(own, frozen["everything"])
+
+
+@pytest.mark.parametrize("name", ["packed, rollout's vision", "packed, one run and the rollout's prefix"])
+def test_what_the_rollout_gives_is_taken_beside_passes(frozen: dict[str, Any], name: str) -> None:
+    close(frozen[name], frozen["everything"])
+    assert frozen[name]["runs"] == {"rollout": 1, "trainer": 0 if "vision" in name else 1}

@@ -56,9 +56,9 @@ class Reference:
         same weights ran before."""
         return self._split.prefix(prompt, "none", media)
 
-    def prefixes(self, prompts: Sequence[PromptInput]) -> list[PrefixState]:
-        """The same for several prompts in one pass."""
-        return self._split.prefixes(prompts, "none")
+    def prefixes(self, prompts: Sequence[PromptInput], media: Encoded | None = None) -> list[PrefixState]:
+        """The same for several prompts in one pass; `media` is of all of them."""
+        return self._split.prefixes(prompts, "none", media)
 
     def suffix(self, state: PrefixState, packed: PackedSuffix) -> torch.Tensor:
         """Log-probs [S] of the packed responses; drops the boundary, which has no further use."""

@@ -186,9 +186,9 @@ class Actor:
         """Parameters under training by Hugging Face name, tied ones once."""
         return dict(self._params)
 
-    def encode(self, prompt: PromptInput) -> Encoded | None:
-        """The vision tower's output for a prompt: for `prefix`, that of the reference too where the tower is frozen."""
-        return self.split.encode(prompt)
+    def encode(self, prompts: Sequence[PromptInput]) -> Encoded | None:
+        """The vision tower's output for prompts: for `prefixes`, and the reference's too where the tower is frozen."""
+        return self.split.encode(prompts)
 
     def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:
         """The attached boundary of a prompt; reads weights, writes no gradient. See `SplitModel.prefix` on `media`."""

@@ -79,10 +79,11 @@ class SplitModel:
         self._banned = torch.tensor(banned, dtype=torch.int64, device=weights.device) if banned else None
         self._attention: Attention = ATTENTION[attention]
 
-    def encode(self, prompt: PromptInput) -> Encoded | None:
-        """What the vision tower makes of a prompt's media, without a graph; None where there are none."""
+    def encode(self, prompts: Sequence[PromptInput]) -> Encoded | None:
+        """What the vision tower makes of the media of prompts, end to end, in one pass and without a graph; None where
+        there are none."""
         with torch.no_grad():
-            return self._encode(prompt.prompt.media)
+            return self._encode([medium for prompt in prompts for medium in prompt.prompt.media])
 
     def prefix(self, prompt: PromptInput, mode: PrefixMode, media: Encoded | None = None) -> PrefixState:
         """Run prompt positions 0..P-2 and keep what `mode` needs for the backward.
@@ -100,7 +101,7 @@ class SplitModel:
         self, prompts: Sequence[PromptInput], mode: PrefixMode, media: Encoded | None = None
     ) -> list[PrefixState]:
         """The same for several prompts of two tokens or more in one pass, whose backward is one pass too: when the last
-        of them is consumed or dropped. `media` goes with a single prompt only.
+        of them is consumed or dropped. `media` is of all prompts, end to end.
 
         On a GPU the prefix of a short prompt waits for the host, which launches as much for one prompt as for many.
         """

@@ -121,7 +121,7 @@ class MemoryInputs:
         prefix backward. Only role by role and without a reference that is one group."""
         if self.vision == "each":
             return 0
-        alone = self.vision == "trainer" and not self.overlap and not self.has_reference
+        alone = self.vision == "trainer" and not self.overlap and not self.has_reference and not self.prefix_pack_tokens
         return 1 if alone else self.groups
 
     @property

@@ -30,7 +30,7 @@ class ScheduleProfile:
     """Prompts of several groups run their prefix in one pass of up to so many tokens; 0 is one prompt a pass. On a GPU
     a short prompt's prefix waits for the host, which launches as much for one prompt as for many: about 2048 is where
     a pass no longer does. It changes results in rounding. Prompts run alone where a step has several updates, groups
-    that are not known at its start, or vision features that several roles share."""
+    that are not known at its start, or vision features of the rollout."""
     suffix_kept_layers: NonNegativeInt | None = None
     """Decoder layers, counted from the last, whose activations of the responses are kept for the backward; the
     others run their forward again. `null` keeps all, which is fastest; 0 needs the least memory."""

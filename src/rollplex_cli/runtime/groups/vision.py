@@ -17,11 +17,10 @@ from rollplex_cli.plan.vision import vision_source
 from rollplex_cli.runtime.executor.graph import SharedVision
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.rollout.base import VisionOutput
-    from rollplex_cli.memory.leases import ObjectStore
     from rollplex_cli.plan.vision import VisionSource
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.assembly.rank import Engines
@@ -56,19 +55,6 @@ class StepVision:
     def wanted_of_rollout(self, group: int) -> bool:
         """Whether the rollout is to offer the features of a group."""
         return self.shared is not None and self.shared.from_rollout and group in self.shared.groups
-
-    def of(self, key: TaskKey, store: ObjectStore, update: int) -> Encoded | None:
-        """What a prefix task is to take in place of a run of the tower; None where it runs its own.
-
-        Updates after the first have other weights, and no features.
-        """
-        shared = self.shared
-        if shared is None or update or key.group not in shared.groups:
-            return None
-        if key.kind is TaskKind.REF_PREFIX and not shared.for_reference:
-            return None
-        with store.lease("vision_features", key) as features:
-            return features  # type: ignore[no-any-return]  # the store holds objects of any type
 
     # ---- rollout lane ------------------------------------------------------------------------------------
 
@@ -112,19 +98,28 @@ class StepVision:
         None where the rollout has none and the tower is trained: the actor's prefix then runs it.
         """
         assert self.shared is not None
-        output, prompt, actor = self._taken.pop(group, None), self._inputs[group], self._engines.actor
+        output, actor = self._taken.pop(group, None), self._engines.actor
         columns = _joined(output) if output is not None else None
         if self.shared.from_rollout and self._team.responses is not None:
             columns = self._broadcast(group, columns)
         if columns is not None:
             return Encoded.of_columns(columns, actor.split.weights.embed.shape[1])
-        return actor.encode(prompt) if self._frozen else None
+        return self.encode_own([group]) if self._frozen else None
+
+    def encode_own(self, groups: Sequence[int]) -> Encoded:
+        """Those of groups with media by the trainer's own frozen tower, end to end."""
+        features = self._engines.actor.encode([self._inputs[group] for group in groups])
+        assert features is not None
+        return features
+
+    def rows(self, group: int) -> int:
+        """Placeholders of a group's prompt, which is how many rows its features have."""
+        return sum(last - first + 1 for first, last in self._inputs[group].media_spans)
 
     def _broadcast(self, group: int, own: torch.Tensor | None) -> torch.Tensor:
         weights = self._engines.actor.split.weights
         source = self._team.owner_of(group)
-        rows = sum(last - first + 1 for first, last in self._inputs[group].media_spans)
-        shape = (rows, weights.embed.shape[1] * (1 + len(weights.vision.deepstack)))
+        shape = (self.rows(group), weights.embed.shape[1] * (1 + len(weights.vision.deepstack)))
         if dist.get_rank() == source:
             assert own is not None and own.shape == shape, group
             columns = own.to(weights.dtype).contiguous()

@@ -66,6 +66,13 @@ class Encoded(NamedTuple):
         rows, *deepstack = columns.split(hidden_size, dim=1)
         return cls(rows, tuple(deepstack))
 
+    def split(self, lengths: Sequence[int]) -> list[Encoded]:
+        """Of prompts with so many rows each, end to end."""
+        deepstack = zip(*(torch.split_with_sizes(t, lengths) for t in self.deepstack), strict=True)
+        rows = torch.split_with_sizes(self.rows, lengths)
+        features = list(deepstack) or [()] * len(lengths)
+        return [Encoded(own, tuple(theirs)) for own, theirs in zip(rows, features, strict=True)]
+
     @property
     def boundary_bytes(self) -> int:
         """Size of all of it."""
