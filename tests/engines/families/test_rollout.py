@@ -96,7 +96,7 @@ def check_offered(split: SplitModel, prompt: Any, offered: list[Any], seen: list
     """The rollout's tower saw every medium once, and put out what the trainer's does."""
     distinct = {(m.content_hash, m.grid_thw): len(m.patches) for m in prompt.prompt.media}
     assert sum(seen) == sum(distinct.values())
-    own = split.encode(prompt)
+    own = split.encode([prompt])
     if own is None:
         assert not offered
         return

@@ -82,8 +82,10 @@ def test_shared_vision_features_are_held_from_the_first_user_to_the_last(inputs:
     colocate = replace(frozen, overlap=False, early_groups=False)
     found = {name: objects.get("vision_features") for name, objects in moments_of(colocate).items()}
     assert found["decode"] is None and found["reference prefix"] == found["prefix backward"] == size
-    alone = moments_of(replace(colocate, has_reference=False))
-    assert alone["actor suffix"]["vision_features"] == size // 8  # group by group
+    alone = replace(colocate, has_reference=False, prefix_pack_tokens=0)
+    assert moments_of(alone)["actor suffix"]["vision_features"] == size // 8  # group by group
+    packed = replace(alone, prefix_pack_tokens=2048)
+    assert moments_of(packed)["actor suffix"]["vision_features"] == size  # passes that are under way at once
     assert (
         "vision_features"
         not in moments_of(replace(frozen, has_reference=False, prefix_activations="keep"))["decode, prefixes"]

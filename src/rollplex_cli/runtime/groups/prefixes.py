@@ -40,7 +40,7 @@ class PrefixTasks:
         self._encoded: dict[tuple[int, ...], Encoded] = {}
         """Output of the trainer's own tower for the groups of a pass that have media, until all roles have taken it."""
         self._roles = {TaskKind.ACTOR_PREFIX}
-        if engines.reference is not None and shared is not None and shared.for_reference:
+        if shared is not None and shared.for_reference and engines.reference is not None:
             self._roles.add(TaskKind.REF_PREFIX)
         self._taken: dict[tuple[int, ...], set[TaskKind]] = {}
 
