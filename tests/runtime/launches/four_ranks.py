@@ -123,11 +123,18 @@ class FourRanks:
         return {"order": "".join(self.done), "errors": self.errors, "stuck": stuck}
 
     def stuck(self, threads: list[threading.Thread]) -> list[str]:
-        """What lanes are at that have not ended soon after; one inside a collective whose peer is gone cannot."""
-        for thread in threads:
-            thread.join(3)
+        """What lanes are at once nothing moves any more; one inside a collective whose peer is gone cannot end."""
         logs = (self.launches.rollout, self.launches.trainer)
-        states = [log.last.state if log.last is not None else "" for log in logs]
+        before: list[Any] = []
+        states: list[str] = []
+        for _ in range(20):
+            for thread in threads:
+                thread.join(1.5)
+            states = [log.last.state if log.last is not None else "" for log in logs]
+            at = [(log.last, state, t.is_alive()) for log, state, t in zip(logs, states, threads, strict=True)]
+            if at == before or not any(thread.is_alive() for thread in threads):
+                break
+            before = at
         return [state for thread, state in zip(threads, states, strict=True) if thread.is_alive()]
 
     def wait_for_lines(self) -> list[str]:
