@@ -185,6 +185,7 @@ class Profile:
 
     def _watched(self, name: str, body: Callable[[], Any]) -> dict[str, float]:
         """Kernels and their seconds."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.cuda else [])
@@ -197,7 +198,7 @@ class Profile:
             for key in ("self_cpu_time_total", "self_cuda_time_total") if self.cuda else ("self_cpu_time_total",):
                 table = averages.table(sort_by=key, row_limit=self.arguments.top, max_name_column_width=60)
                 print(f"== {name}\n{table}", flush=True)
-        on_device = [e for e in watch.events() or () if e.device_type == torch_device_type("CUDA")]
+        on_device = [e for e in watch.events() or () if e.device_type == DeviceType.CUDA]
         # Beside its kernel a collective has an annotation, of the same time.
         on_device = [e for e in on_device if not e.name.startswith("nccl:")]
         sums = [e for e in on_device if "nccl" in e.name.lower()]
@@ -230,13 +231,6 @@ class Profile:
         """Print on the first rank."""
         if self.arguments.rank == 0:
             print(text, flush=True)
-
-
-def torch_device_type(name: str) -> Any:
-    """The profiler's name of a kind of device."""
-    from torch.autograd import DeviceType
-
-    return getattr(DeviceType, name)
 
 
 def main() -> int:

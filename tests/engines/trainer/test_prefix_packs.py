@@ -142,7 +142,7 @@ def test_runs_do_not_see_each_other() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, 4, 9, 8, generator=generator)
     k, v = (torch.randn(1, 2, 9, 8, generator=generator) for _ in range(2))
-    out = causal_runs((4, 5), q.device, q.dtype)(q, k, v, causal=True)
+    out = causal_runs((4, 5), q.device, q.dtype)(q, k, v)
     for first, end in ((0, 4), (4, 9)):
         torch.testing.assert_close(
             out[:, first:end], sdpa(q[:, :, first:end], k[:, :, first:end], v[:, :, first:end], causal=True)
@@ -155,7 +155,7 @@ def test_runs_on_a_gpu() -> None:
     shapes = ((1, 8, 70, 64), (1, 2, 70, 64), (1, 2, 70, 64))
     tensors = [torch.randn(s, generator=generator, device="cuda", dtype=torch.bfloat16) for s in shapes]
     found, wanted = ([t.clone().requires_grad_() for t in tensors] for _ in range(2))
-    out = causal_runs((33, 37), tensors[0].device, torch.bfloat16)(*found, causal=True)
+    out = causal_runs((33, 37), tensors[0].device, torch.bfloat16)(*found)
     pieces = [[t.float()[:, :, a:b] for t in wanted] for a, b in ((0, 33), (33, 70))]
     expected = torch.cat([sdpa(*piece, causal=True) for piece in pieces], dim=1)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)

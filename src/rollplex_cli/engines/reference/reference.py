@@ -28,7 +28,6 @@ class Reference:
             alone and not read: the base of an actor with adapters is its reference, and takes no memory.
         temperature: of the rollout, so that log-probs compare with the policy's.
         banned_token_ids: as the actor's.
-        attention: as the actor's.
         shard: this rank's share where a training group has several ranks.
     """
 
@@ -38,7 +37,6 @@ class Reference:
         *,
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
-        attention: str = "sdpa",
         shard: Shard | None = None,
     ) -> None:
         for name, parameter in hf_model.named_parameters():
@@ -48,7 +46,6 @@ class Reference:
             shard_weights(hf_model, shard),
             temperature=temperature,
             banned_token_ids=banned_token_ids,
-            attention=attention,
         )
 
     def prefix(self, prompt: PromptInput, media: Encoded | None = None) -> PrefixState:

@@ -97,7 +97,6 @@ class Actor:
         prefix_kept_tokens: tokens of prompts for which that is held at a time; a prompt beyond it is computed again in
             its backward. None is no limit.
         suffix_kept_layers: see `SplitModel`.
-        attention: a key of `model.attention.ATTENTION`.
         data_parallel_group: ranks that train the same parameters; None takes all ranks.
         freeze_vision: leave the vision tower and its projector alone.
         shard: this rank's share where a training group has several ranks; None for whole parameters.
@@ -120,7 +119,6 @@ class Actor:
         prefix_activations: PrefixMode = "recompute",
         prefix_kept_tokens: int | None = None,
         suffix_kept_layers: int | None = None,
-        attention: str = "sdpa",
         data_parallel_group: dist.ProcessGroup | None = None,
         freeze_vision: bool = False,
         shard: Shard | None = None,
@@ -167,7 +165,6 @@ class Actor:
             shard_weights(hf_model, shard, lora),
             temperature=temperature,
             banned_token_ids=banned_token_ids,
-            attention=attention,
             freeze_vision=freeze_vision or lora is not None,
             suffix_kept_layers=suffix_kept_layers,
         )

@@ -14,7 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rollplex_cli.engines.trainer.model import language, vision
-from rollplex_cli.engines.trainer.model.attention import ATTENTION, causal_runs
+from rollplex_cli.engines.trainer.model.attention import causal, causal_runs
 from rollplex_cli.engines.trainer.model.language import KeyValue
 from rollplex_cli.engines.trainer.model.suffix_attention import suffix_attention
 from rollplex_cli.engines.trainer.prefix import PrefixInput, PrefixPack
@@ -48,7 +48,6 @@ class SplitModel:
         weights: the parameters.
         temperature: logits are divided by it, as at sampling.
         banned_token_ids: columns that the rollout can never sample (media placeholders).
-        attention: a key of `ATTENTION`.
         freeze_vision: the tower runs as one stage without a graph; no backward reaches it (nor a frozen embedding).
         suffix_kept_layers: layers, from the last, whose suffix activations are kept; None keeps all. The others keep
             their input and run again in the backward. Bit-equal.
@@ -60,7 +59,6 @@ class SplitModel:
         *,
         temperature: float = 1.0,
         banned_token_ids: Sequence[int] = (),
-        attention: str = "sdpa",
         freeze_vision: bool = False,
         suffix_kept_layers: int | None = None,
     ) -> None:
@@ -77,7 +75,6 @@ class SplitModel:
         self._temperature = temperature
         banned = weights.vocab.of(sorted(set(banned_token_ids)))
         self._banned = torch.tensor(banned, dtype=torch.int64, device=weights.device) if banned else None
-        self._attention: Attention = ATTENTION[attention]
 
     def encode(self, prompts: Sequence[PromptInput]) -> Encoded | None:
         """What the vision tower makes of the media of prompts, end to end, in one pass and without a graph; None where
@@ -160,7 +157,7 @@ class SplitModel:
 
         def run(entry: torch.Tensor, index: int) -> torch.Tensor:
             layer, prefix = weights.layers[index], state.boundary[index]
-            return language.decoder_layer(layer, sizes, entry, angles, self._attention, prefix=prefix, behind=behind)[0]
+            return language.decoder_layer(layer, sizes, entry, angles, causal, prefix=prefix, behind=behind)[0]
 
         for index in range(len(weights.layers)):
             if index < self._redone_layers and torch.is_grad_enabled():
@@ -249,7 +246,7 @@ class SplitModel:
         hidden = language.embed(weights, ids, media.rows if media else None, spans).view(*shape, -1)
         rows = language.span_rows(spans, ids.device) if features else None
         for index, layer in enumerate(weights.layers):
-            hidden, _ = language.decoder_layer(layer, weights.text_sizes, hidden, angles, self._attention)
+            hidden, _ = language.decoder_layer(layer, weights.text_sizes, hidden, angles, causal)
             if rows is not None and index < len(features):
                 hidden = language.add_rows(hidden, rows, features[index])
         return hidden
@@ -298,7 +295,7 @@ class SplitModel:
         stages.append(merge_and_embed if stages and not whole else embed)
         last = len(weights.layers) - 1
         rows = language.span_rows(given.media_spans, device) if given.media_spans else None
-        attention = self._attention if len(given.lengths) == 1 else causal_runs(given.lengths, device, weights.dtype)
+        attention = causal_runs(given.lengths, device, weights.dtype)
         stages += [self._layer_stage(index, angles, rows, attention, index == last) for index in range(last + 1)]
         return stages
 

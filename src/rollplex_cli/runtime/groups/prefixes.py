@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rollplex_cli.core.names import TaskKind
-from rollplex_cli.engines.trainer.model.vision import Encoded
 from rollplex_cli.runtime.groups.packs import PrefixPacks
 from rollplex_cli.runtime.sharing.streams import record_fence
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rollplex_cli.core.names import TaskKey
-    from rollplex_cli.engines.inputs import PromptInput
-    from rollplex_cli.engines.trainer.prefix import PrefixState
+    from rollplex_cli.engines.trainer.model.vision import Encoded
     from rollplex_cli.memory.leases import ObjectStore
     from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.assembly.rank import Engines
@@ -56,11 +53,7 @@ class PrefixTasks:
         """The reference's boundary."""
         reference = self._engines.reference
         assert reference is not None
-        media = self._media(key)
-
-        def run(prompts: Sequence[PromptInput]) -> list[PrefixState]:
-            return reference.prefixes(prompts, media)
-
+        run = partial(reference.prefixes, media=self._media(key))
         self._store.put("reference_boundary", self.packs.take(key.kind, key.group, run), key)
         return record_fence()
 
@@ -75,15 +68,12 @@ class PrefixTasks:
             with self._store.lease("responses", key) as result:
                 boundary = result.prefix
 
-        def run(prompts: Sequence[PromptInput]) -> list[PrefixState]:
-            return actor.prefixes(prompts, media)
-
         if boundary is not None:
             state = actor.adopt_prefix(prompt, boundary, media)
         elif adopted:
             state = actor.prefix(prompt, media)
         else:
-            state = self.packs.take(key.kind, key.group, run)
+            state = self.packs.take(key.kind, key.group, partial(actor.prefixes, media=media))
         self._store.put("actor_boundary", state, key)
         return record_fence()
 

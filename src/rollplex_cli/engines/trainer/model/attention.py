@@ -1,9 +1,10 @@
-"""Attention kernels behind one signature; which one runs is a setting of the device, chosen by measurement."""
+"""Attention kernels; which one runs is a matter of device and dtype, chosen by measurement."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -12,36 +13,21 @@ from rollplex_cli.engines.trainer.model.flash import bounds_of, flash_runs, supp
 from rollplex_cli.rl.packing import suffix_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rollplex_cli.engines.trainer.model.flash import Bounds
 
-
-class Attention(Protocol):
-    """softmax(q k^T / sqrt(d)) v with grouped query heads.
-
-    `q` [B, H, S, d], `k` and `v` [B, KV, T, d]. `bias` [S * H / KV, T] is added to the scores (see `folded_bias`);
-    without it attention is causal if `causal`, with S == T. Returns [B, S, H * d].
-    """
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        """See the class."""
-        ...
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Causal softmax(q k^T / sqrt(d)) v with grouped query heads: `q` [B, H, S, d], `k` and `v` [B, KV, S, d]; gives
+[B, S, H * d]."""
 
 
 def sdpa(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, bias: torch.Tensor | None = None, causal: bool = False
 ) -> torch.Tensor:
-    """PyTorch's own kernel. With a bias, query heads that share a KV head become rows of one head, so keys and
-    values are never repeated."""
+    """PyTorch's own kernel: `q` [B, H, S, d], `k` and `v` [B, KV, T, d], gives [B, S, H * d]. `bias`
+    [S * H / KV, T] is added to the scores (see `folded_bias`): query heads that share a KV head become rows of one
+    head, so keys and values are never repeated. Without it attention is causal if `causal`, with S == T."""
     batch, heads, rows, dim = q.shape
     kv_heads = k.shape[1]
     if bias is None:
@@ -52,51 +38,29 @@ def sdpa(
     return out.transpose(1, 2).reshape(batch, rows, heads * dim)
 
 
-ATTENTION: Mapping[str, Attention] = {"sdpa": sdpa}
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """See `Attention`."""
+    return sdpa(q, k, v, causal=True)
 
 
 def causal_runs(lengths: Sequence[int], device: torch.device, dtype: torch.dtype) -> Attention:
     """Causal attention within runs of these lengths, laid end to end in one batch row; the others do not exist for a
     run."""
-    if not supported(device, dtype):
-        return _CausalRuns(tuple(lengths))
-    return _FlashCausalRuns(bounds_of(lengths, lengths, device))
+    if len(lengths) == 1:
+        return causal
+    if supported(device, dtype):
+        return partial(_flash_runs, bounds_of(lengths, lengths, device))
+    return partial(_run_by_run, tuple(lengths))
 
 
-@dataclass(frozen=True, slots=True)
-class _CausalRuns:
-    lengths: tuple[int, ...]
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        assert causal and bias is None
-        runs = zip(*(torch.split_with_sizes(t, self.lengths, 2) for t in (q, k, v)), strict=True)
-        return torch.cat([sdpa(*run, causal=True) for run in runs], dim=1)
+def _flash_runs(bounds: Bounds, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
+    return flash_runs(q, k, v, bounds, causal=True).flatten(1).unsqueeze(0)
 
 
-@dataclass(frozen=True, slots=True)
-class _FlashCausalRuns:
-    bounds: Bounds
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        causal: bool = False,
-    ) -> torch.Tensor:
-        assert causal and bias is None
-        q, k, v = (t.squeeze(0).transpose(0, 1) for t in (q, k, v))
-        return flash_runs(q, k, v, self.bounds, causal=True).flatten(1).unsqueeze(0)
+def _run_by_run(lengths: tuple[int, ...], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    runs = zip(*(torch.split_with_sizes(t, lengths, 2) for t in (q, k, v)), strict=True)
+    return torch.cat([causal(*run) for run in runs], dim=1)
 
 
 def folded_bias(

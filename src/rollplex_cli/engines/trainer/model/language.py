@@ -115,7 +115,7 @@ def decoder_layer(
     """
     q, own = project_qkv(layer, sizes, rms_norm(hidden, layer.input_norm, sizes.norm_eps), angles)
     if prefix is None:
-        mixed = attention(q, own.keys, own.values, causal=True)
+        mixed = attention(q, own.keys, own.values)
     else:
         assert behind is not None
         mixed = behind(q, prefix, own)

@@ -70,7 +70,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parallel: TensorParallel
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves, which have a `.grad`
+        ctx.weight, ctx.bias = weight, bias  # a layer that runs again saves them detached, without their `.grad`
         return _row_product(x, weight, bias, parallel)
 
     @staticmethod
@@ -138,7 +138,7 @@ class StackedLinear:
                 torch.mm(rows, part.weight.t(), out=piece)
             else:
                 torch.addmm(part.bias, rows, part.weight.t(), out=piece)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], out.shape[1])
 
     @property
     def widths(self) -> list[int]:
