@@ -30,7 +30,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--train-tp", type=int, help="of the co-located engines [default: the number of GPUs]")
     parser.add_argument("--workload", action="append", required=True, help="repeatable")
     parser.add_argument("--policy", action="append", default=[])
-    parser.add_argument("--baseline", action="append", default=[])
+    parser.add_argument("--baseline", action="append", default=[], help="default: both; none with several policies")
     parser.add_argument("--steps", type=int, default=2, help="measured steps of each schedule, after one of warm-up")
     parser.add_argument("--prompts", type=int, default=8, help="prompt groups a step")
     parser.add_argument("--limit", type=float, default=470.0, metavar="SECONDS")
@@ -66,7 +66,7 @@ def command(arguments: argparse.Namespace, run_dir: Path) -> list[str]:
     argv += ["--steps", str(arguments.steps), "--run-dir", str(run_dir)]
     for option, values in (
         ("--workload", arguments.workload),
-        ("--baseline", arguments.baseline or ["colocate", "disagg"]),
+        ("--baseline", arguments.baseline or ([] if len(arguments.policy) > 1 else ["colocate", "disagg"])),
         ("--policy", arguments.policy),
         ("--set", overrides),
     ):

@@ -58,7 +58,10 @@ class Ablation(StrEnum):
 
 def bench(
     profile: options.ProfileOption = options.DEFAULT_PROFILE,
-    baseline: Annotated[list[Baseline] | None, typer.Option("--baseline", help="Repeatable.")] = None,
+    baseline: Annotated[
+        list[Baseline] | None,
+        typer.Option("--baseline", help="Repeatable [default: colocate; none with several policies]."),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Measured steps of each schedule.")] = 10,
     workload: Annotated[
         list[WorkloadName] | None,
@@ -93,7 +96,8 @@ def bench(
             hint="set `schedule.name` to `rollplex` and add `--baseline disagg`",
         )
     options.require_fit(plan, machine)
-    asked = [str(name) for name in baseline or [Baseline.colocate]]
+    alone = len(set(policies)) < 2
+    asked = [str(name) for name in baseline or ([Baseline.colocate] if alone else [])]
     names = [name for name in asked if name != Baseline.disagg]
     apart = None
     if len(names) < len(asked):
