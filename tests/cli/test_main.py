@@ -237,6 +237,19 @@ def test_bench_asks_for_its_baselines_and_has_no_target_to_miss(
     assert request == expected
 
 
+def test_bench_of_several_policies_needs_no_baseline(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervised = Supervised(RollplexError("seen"))
+    monkeypatch.setattr(bench, "run_job", supervised)
+    asked = ["bench", "--plain", "--policy", "auto"]
+    for more in ([], ["--policy", "auto"], ["--policy", "serial"], ["--policy", "serial", "--baseline", "colocate"]):
+        assert run([*asked, *more, "--run-dir", f"b{len(supervised.jobs)}"]) == 1
+    baselines = [json.loads((root / "bench.json").read_text())["baselines"] for _, root in supervised.jobs]
+    assert baselines == [["colocate"], ["colocate"], [], ["colocate"]]
+    capsys.readouterr()
+
+
 def test_bench_halves_the_ranks_for_disagg_before_anything_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

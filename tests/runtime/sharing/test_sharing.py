@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from rollplex_cli.core.names import TaskKey, TaskKind
+from rollplex_cli.profile.load import load_profile
 from rollplex_cli.profile.sharing import parse_policy
-from rollplex_cli.runtime.sharing.calibrate import Measurement, best_choice
+from rollplex_cli.runtime.sharing.calibrate import Measurement, best_choice, longest_pass
 from rollplex_cli.runtime.sharing.sharing import Choice, Sharing
 
 
@@ -86,3 +88,17 @@ def test_a_fence_has_to_gain(fenced: float, sms: int) -> None:
 def test_what_does_not_pay_is_not_overlapped(best: float, overlap: bool) -> None:
     choice = best_choice([measured(0, 0.9), measured(32, best), measured(16, 1.0)])
     assert (choice.overlap, choice.reserved_sms, choice.efficiency) == (overlap, 32, best)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lengths"),
+    [
+        ([], [300]),
+        (["schedule.prefix_pack_tokens=400"], [200, 150]),
+        (["schedule.prefix_pack_tokens=400", "reuse.vision=true"], [300]),
+    ],
+)
+def test_prefixes_are_measured_by_passes_of_a_step(overrides: list[str], lengths: list[int]) -> None:
+    profile = load_profile("tiny", ["model.freeze_vision=true", "data.max_prompt_tokens=400", *overrides])
+    inputs: Any = [SimpleNamespace(num_tokens=n, prompt=SimpleNamespace(media=("video",))) for n in (200, 150, 300)]
+    assert [prompt.num_tokens for prompt in longest_pass(profile, inputs)] == lengths

@@ -212,7 +212,9 @@ def _backward(inputs: MemoryInputs, mode: PrefixActivations) -> int:
     redone = mode == "recompute"
     language = _language_inputs(inputs) if redone else 0
     vision = _vision_inputs(inputs) if redone else 0
-    in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward)
+    # Its boundary, which is counted as held, goes as the backward begins.
+    boundary = tokens * shape.kv_bytes_per_token(inputs.train_tp, inputs.bytes_per_value)
+    in_layer = language + vision + tokens * (layer.kept - layer.entry * redone + layer.backward) - boundary
     in_embedding = vision + 2 * tokens * layer.entry + words
     if inputs.freeze_vision:
         return max(in_layer, in_embedding)

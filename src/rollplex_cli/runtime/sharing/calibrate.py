@@ -23,6 +23,7 @@ import torch
 from rollplex_cli.core.files import write_atomic
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.rollout.base import GroupRequest, SamplingSettings
+from rollplex_cli.plan.vision import vision_source
 from rollplex_cli.runtime.groups.packs import packs_of
 from rollplex_cli.runtime.sharing.sharing import MIN_EFFICIENCY, Choice
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.engines.inputs import PromptInput
     from rollplex_cli.engines.trainer.actor import Actor
+    from rollplex_cli.profile.schema import Profile
     from rollplex_cli.runtime.assembly.rank import Rank
 
 log = logging.getLogger("rollplex.sharing")
@@ -82,11 +84,9 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     seconds, sharing, topology = rank.profile.schedule.calibration_s, rank.sharing, rank.team.topology
     if sharing.streams is None or not seconds or topology.rollout_tp > 1 or topology.disaggregated:
         return []
-    packs = packs_of(dict(enumerate(inputs)), rank.profile.prefix_pack_tokens, ())
-    longest = max(packs, key=lambda pack: sum(inputs[i].num_tokens for i in pack))
     decoding = max(1, len(inputs) // topology.replicas_per_group) * rank.profile.rollout.group_size
     largest = min(rank.profile.rollout.max_running_requests, decoding)
-    probe = _Probe(rank, [inputs[i] for i in longest], seconds)
+    probe = _Probe(rank, longest_pass(rank.profile, inputs), seconds)
     alone = probe.prefix_rate(0)
     found = [m for batch in sorted({*(b for b in BATCHES if b < largest), largest}) for m in probe.batch(batch, alone)]
     found = _agreed(rank, found)
@@ -98,6 +98,15 @@ def calibrate(rank: Rank, inputs: Sequence[PromptInput]) -> list[Measurement]:
     for choice in sharing.choices:
         log.info("up to %d responses: %s", choice.batch, choice)
     return found
+
+
+def longest_pass(profile: Profile, inputs: Sequence[PromptInput]) -> list[PromptInput]:
+    """Prompts of the pass of prefixes with the most tokens, as a step divides them."""
+    # What the rollout's tower yields is of one prompt, which then runs by itself.
+    from_rollout = vision_source(profile) == "rollout"
+    alone = [i for i, given in enumerate(inputs) if from_rollout and given.prompt.media]
+    packs = packs_of(dict(enumerate(inputs)), profile.prefix_pack_tokens, alone)
+    return [inputs[i] for i in max(packs, key=lambda pack: sum(inputs[i].num_tokens for i in pack))]
 
 
 def best_choice(measured: Sequence[Measurement]) -> Choice:

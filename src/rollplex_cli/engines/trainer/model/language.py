@@ -120,6 +120,7 @@ def decoder_layer(
         assert behind is not None
         mixed = behind(q, prefix, own)
     hidden = hidden + layer.output(mixed)
+    del q, mixed  # without autograd nothing else holds them, and the MLP is where a forward is widest
     x = rms_norm(hidden, layer.post_norm, sizes.norm_eps)
     return hidden + layer.down(swiglu(layer.gate_up(x))), own
 
