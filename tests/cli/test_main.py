@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from rollplex_cli.cli.main import run
 from rollplex_cli.core.errors import RollplexError, RunFailedError
 from rollplex_cli.core.paths import RunFolder
 from rollplex_cli.launch.run_folder import lock_run
+from rollplex_cli.plan.build import build_plan
+from rollplex_cli.plan.memory import compute_memory
 from rollplex_cli.profile.dump import resolved_yaml
 from rollplex_cli.profile.load import load_profile
 
@@ -248,6 +251,28 @@ def test_bench_of_several_policies_needs_no_baseline(
     baselines = [json.loads((root / "bench.json").read_text())["baselines"] for _, root in supervised.jobs]
     assert baselines == [["colocate"], ["colocate"], [], ["colocate"]]
     capsys.readouterr()
+
+
+def test_what_cannot_be_ablated_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def said(ablation: str, *overrides: str) -> tuple[int, str]:
+        changes = [part for override in overrides for part in ("--set", override)]
+        return run(["bench", "--plain", "--ablate", ablation, *changes]), "\n".join(lines(capsys)[1])
+
+    # Without a reference, gradients are what else there is beside the weights.
+    one = ("schedule.early_groups=false", "algorithm.kl_coef=0")
+    plan = build_plan(load_profile("tiny", [*one]))
+    kept = replace(plan.memory_inputs, without=frozenset({"no-kv-release"}))
+    budget = (plan.memory.budgeted_bytes + compute_memory(kept).budgeted_bytes) / 2**31
+    code, text = said("kv-release", *one, f"memory.budget_gib={budget}")
+    assert code == 3 and "`--ablate kv-release` does not fit" in text and "regions per rank: " in text
+    assert "`rollplex profile-memory --ablate no-kv-release`" in text
+    code, text = said("reference-release", "memory.residency=resident")
+    assert code == 2 and "releases nothing in any case" in text
+    code, text = said("matched-tp")
+    assert code == 2 and "got `topology.rollout_tp` 1, which is `topology.train_tp` already" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_bench_halves_the_ranks_for_disagg_before_anything_runs(

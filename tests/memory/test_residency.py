@@ -105,6 +105,45 @@ def test_lifetimes_are_the_same_where_everything_stays_mapped(driver: Any) -> No
     residency.close()
 
 
+def test_what_is_kept_stays_from_its_next_use_until_it_is_not_kept_any_more(residency: Residency) -> None:
+    for name in ("rollout_kv", "gradients"):
+        residency.place(name, FLOATS)
+        residency.rest(name)
+
+    def step() -> list[str]:
+        residency.expect(STEP)
+        with residency.lease("rollout_kv", DECODES):
+            pass
+        residency.end("rollout_kv", DECODES)
+        with residency.lease("gradients", STEP[3]):
+            return mapped(residency)
+
+    residency.keep(["rollout_kv", "snapshot"])  # of which one is not placed
+    assert mapped(residency) == []
+    assert step() == ["gradients", "rollout_kv"]
+    with pytest.raises(LeaseError, match="lifetime ended"), residency.lease("rollout_kv", DECODES):
+        pass
+    for key in STEP:
+        residency.task_ended(key)
+    residency.release_due()
+    assert mapped(residency) == ["rollout_kv"]
+    residency.keep([])
+    assert mapped(residency) == []
+    assert step() == ["gradients"]
+
+
+def test_kept_rows_are_not_punched(residency: Residency) -> None:
+    weights = residency.place("snapshot", FLOATS, stays=True, may_go={"flat": [(0, 2 * MIB)]})["flat"]
+    residency.keep(["snapshot"])
+    residency.punch("snapshot", DECODES)
+    weights.fill_(1.0)
+    residency.fill("snapshot")
+    assert float(weights.min()) == 1.0
+    residency.keep([])
+    residency.punch("snapshot", DECODES)
+    assert residency.manager.get("snapshot").punched
+
+
 def test_a_cancelled_task_is_no_reason_to_keep_an_object(residency: Residency) -> None:
     residency.place("reference_weights", FLOATS, content=Content.CONSTANT)
     residency.expect(STEP)

@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from rollplex_cli.cli import options
 from rollplex_cli.cli.output import print_json, set_json_mode, stdout_console
 from rollplex_cli.cli.train import run_job
-from rollplex_cli.core.errors import RunFailedError, UsageError
+from rollplex_cli.core.errors import DoesNotFitError, RunFailedError, UsageError
 from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.log import talk
 from rollplex_cli.profile.sharing import parse_policy
@@ -23,6 +24,7 @@ from rollplex_cli.profile.sharing import parse_policy
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.plan.build import Plan
+    from rollplex_cli.plan.fit import Machine
     from rollplex_cli.profile.schema import Profile
 
 NUM_WARM_UP_STEPS = 1
@@ -48,12 +50,31 @@ class WorkloadName(StrEnum):
 
 
 class Ablation(StrEnum):
-    """What `--ablate` leaves out of the overlap, or of what is reused."""
+    """What `--ablate` leaves out: of the overlap, of what is reused, of what is released within a step, or rollout
+    degrees below the trainer's."""
 
     reference_overlap = "reference-overlap"
     actor_overlap = "actor-overlap"
     early_groups = "early-groups"
     vision_reuse = "vision-reuse"
+    kv_release = "kv-release"
+    reference_release = "reference-release"
+    snapshot_release = "snapshot-release"
+    matched_tp = "matched-tp"
+
+
+RELEASES = (Ablation.kv_release, Ablation.reference_release, Ablation.snapshot_release)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Apart:
+    """A part of a benchmark that needs engines of its own, as one variant."""
+
+    name: str
+    """Of the variant, and of its run folder in that of the benchmark."""
+    what: str
+    job: Profile
+    plan: Plan
 
 
 def bench(
@@ -81,7 +102,8 @@ def bench(
 ) -> None:
     """Measure the profile's schedule against baselines, alternating step by step.
 
-    `disagg` has half of the ranks decode and half train; it takes the same steps in processes of its own, afterwards.
+    `disagg`, in which half of the ranks decode and half train, and `matched-tp`, a rollout of the trainer's degree,
+    take the same steps in processes of their own, afterwards.
     """
     from rollplex_cli.report.bench import print_bench
 
@@ -96,43 +118,93 @@ def bench(
             hint="set `schedule.name` to `rollplex` and add `--baseline disagg`",
         )
     options.require_fit(plan, machine)
+    _require_room(job, plan, machine, ablate or [])
     alone = len(set(policies)) < 2
     asked = [str(name) for name in baseline or ([Baseline.colocate] if alone else [])]
+    # Before anything runs: what cannot be built is said at once.
+    apart = _apart(job, profile, overrides, baseline or [], ablate or [])
     names = [name for name in asked if name != Baseline.disagg]
-    apart = None
-    if len(names) < len(asked):
-        # Before anything runs: what cannot be halved is said at once.
-        apart = options.load(profile, [*overrides, *_halved(job)])
-        options.require_fit(apart[1], machine)
     workloads = list(dict.fromkeys(str(name) for name in workload or []))
-    variants = len(set(names)) + max(1, len(policies)) + len(ablate or [])
+    ablations = [str(name) for name in ablate or [] if name != Ablation.matched_tp]
+    variants = len(set(names)) + max(1, len(policies)) + len(ablations)
     job = _bench_job(job, variants, len(workloads), steps)
     request = {
         "baselines": names,
         "steps": steps,
         "workloads": workloads,
         "policies": policies,
-        "ablations": [str(name) for name in ablate or []],
+        "ablations": ablations,
     }
     run = options.new_run(job, plan, run_dir, sys.argv, prefix="bench-")
     write_atomic(run.bench, json.dumps(request) + "\n")
     talk(f"run folder: {run.root}")
     run_job(job, plan, run, plain=plain or as_json)
     result = _result(run)
-    if apart is not None:
+    for part in apart:
         request = {
             **request,
+            "name": part.name,
             "baselines": [],
             "policies": [],
             "ablations": [],
             "beside": str(run.bench_result.resolve()),
         }
-        apart_job = _bench_job(apart[0], 1, len(workloads), steps)
-        result = _measure_apart(apart_job, apart[1], run, request, plain=plain or as_json)
+        part_job = _bench_job(part.job, 1, len(workloads), steps)
+        result = _measure_apart(dataclasses.replace(part, job=part_job), run, request, plain=plain or as_json)
     if as_json:
         print_json(result)
     else:
         print_bench(result, stdout_console())
+
+
+def _apart(
+    job: Profile, profile: str, overrides: list[str], baselines: list[Baseline], ablations: list[Ablation]
+) -> list[_Apart]:
+    """Parts that need engines of their own.
+
+    Raises:
+        UsageError: the ranks cannot be halved, or the rollout has the trainer's degree already.
+        DoesNotFitError: a part does not fit this machine.
+    """
+    wanted = []
+    if Baseline.disagg in baselines:
+        wanted.append(("disagg", "half of the ranks decode, half train", _halved(job)))
+    if Ablation.matched_tp in ablations:
+        degree = job.topology.train_tp
+        if job.topology.rollout_tp == degree:
+            raise UsageError(
+                f"`--ablate matched-tp`: got `topology.rollout_tp` {degree}, which is `topology.train_tp` already",
+                hint="leave it out, or set a lower `topology.rollout_tp`",
+            )
+        wanted.append(("matched-tp", f"rollout of TP {degree}", [f"topology.rollout_tp={degree}"]))
+    found = []
+    for name, what, changes in wanted:
+        own, plan, machine = options.load(profile, [*overrides, *changes])
+        options.require_fit(plan, machine)
+        found.append(_Apart(name=name, what=what, job=own, plan=plan))
+    return found
+
+
+def _require_room(job: Profile, plan: Plan, machine: Machine, ablations: list[Ablation]) -> None:
+    """Raise where what `ablations` keep through a step has no room, or nothing is released in any case."""
+    from rollplex_cli.plan.fit import memory_reasons
+    from rollplex_cli.plan.memory import ABLATIONS, compute_memory
+
+    for name in (name for name in ablations if name in RELEASES):
+        if job.memory.residency == "resident":
+            raise UsageError(
+                f"`--ablate {name}`: `memory.residency: resident` releases nothing in any case",
+                hint="set `memory.residency` to `managed`",
+            )
+        [measure] = [known for known in ABLATIONS if known == f"no-{name}"]
+        inputs = dataclasses.replace(plan.memory_inputs, without=frozenset({measure}))
+        kept = dataclasses.replace(plan, memory_inputs=inputs, memory=compute_memory(inputs))
+        if reasons := memory_reasons(kept, machine):
+            raise DoesNotFitError(
+                f"`--ablate {name}` does not fit" + "".join(f"\n  {reason}" for reason in reasons),
+                hint=f"leave it out, or raise `memory.budget_gib`; `rollplex profile-memory --ablate {measure}` has it "
+                "moment by moment",
+            )
 
 
 def _result(run: RunFolder) -> dict[str, Any]:
@@ -152,18 +224,16 @@ def _halved(job: Profile) -> list[str]:
     return ["schedule.name=disagg", "schedule.policy=serial", "reuse.vision=false", *degrees]
 
 
-def _measure_apart(
-    job: Profile, plan: Plan, beside: RunFolder, request: dict[str, Any], *, plain: bool
-) -> dict[str, Any]:
+def _measure_apart(part: _Apart, beside: RunFolder, request: dict[str, Any], *, plain: bool) -> dict[str, Any]:
     """Run `request` in processes of its own, on the data and base of another benchmark; its result with this one's."""
-    run = options.new_run(job, plan, beside.bench_apart.resolve(), sys.argv)
+    run = options.new_run(part.job, part.plan, beside.bench_apart(part.name).resolve(), sys.argv)
     write_atomic(run.bench, json.dumps(request) + "\n")
     run.data_dir.rmdir()
     for own, theirs in ((run.data_dir, beside.data_dir), (run.base_dir, beside.base_dir)):
         own.symlink_to(theirs.resolve(), target_is_directory=True)
     shutil.copy(beside.prepare_status, run.prepare_status)
-    talk(f"half of the ranks decode, half train: {run.root}")
-    run_job(job, plan, run, plain=plain)
+    talk(f"{part.what}: {run.root}")
+    run_job(part.job, part.plan, run, plain=plain)
     result = _result(run)
     write_atomic(beside.bench_result, json.dumps(result, indent=2) + "\n")
     return result

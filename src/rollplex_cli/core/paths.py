@@ -57,10 +57,9 @@ class RunFolder:
         """Present only in the folder of a memory measurement."""
         return self.root / "measure.json"
 
-    @property
-    def bench_apart(self) -> Path:
-        """Run folder of the part of a benchmark that needs engines of its own."""
-        return self.root / "disagg"
+    def bench_apart(self, name: str) -> Path:
+        """Run folder of a part of a benchmark that needs engines of its own."""
+        return self.root / name
 
     @property
     def events_dir(self) -> Path:

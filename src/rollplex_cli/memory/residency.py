@@ -73,6 +73,7 @@ class Residency:
         self, manager: MemoryManager, policy: Policy = Policy.MANAGED, *, where: Callable[[], str] = lambda: "no step"
     ) -> None:
         self.manager, self.policy, self._where = manager, policy, where
+        self._kept: frozenset[str] = frozenset()
         self._lock = threading.Lock()
         # Guarded by `_lock`: `left` and `ended` of the objects, and these. Entered while the rank is built.
         self._objects: dict[str, _Object] = {}
@@ -117,6 +118,13 @@ class Residency:
             with self._lock:
                 self._objects[name] = held
         return {tensor: region.tensor(tensor) for tensor in specs}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Between steps: these objects, where they are placed, stay from their next use on as under `resident`, and no
+        others do. What was kept and is not any more goes now."""
+        before, self._kept = self._kept, frozenset(names)
+        for name in before - self._kept:
+            self._unmap(name, "being kept")
 
     def rest(self, name: str) -> None:
         """The object is built and nobody uses it before its next lease."""
@@ -221,7 +229,7 @@ class Residency:
     def punch(self, name: str, by: TaskKey) -> None:
         """Nobody reads the bytes of `name` that may go before `fill`: unmap them. Called on the one lane that reads
         them, whose stream is drained."""
-        if self.policy is Policy.MANAGED and self._has_holes(name, punched=False):
+        if self._releases(name) and self._has_holes(name, punched=False):
             if torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()
             self.manager.punch(name, after=f"`{by}` ({self._where()})")
@@ -296,6 +304,9 @@ class Residency:
             raise LeaseError(f"`{name}` is not in a region of this rank ({self._where()})")
         return held
 
+    def _releases(self, name: str) -> bool:
+        return self.policy is Policy.MANAGED and name not in self._kept
+
     def _has_holes(self, name: str, *, punched: bool) -> bool:
         region = self.manager.get(name)
         return region.hole_bytes > 0 and region.punched is punched
@@ -316,7 +327,7 @@ class Residency:
         with held.moving:
             if held.leased:
                 raise LeaseError(f"`{name}` is still leased after {after} ({self._where()})")
-            if self.policy is Policy.MANAGED and held.region.state is RegionState.MAPPED:
+            if self._releases(name) and held.region.state is RegionState.MAPPED:
                 self.manager.unmap(name, after=after)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scenarios.support import rollplex, sets, small
 
+from rollplex_cli.core.files import read_jsonl
 from rollplex_cli.core.paths import RunFolder
 
 pytestmark = pytest.mark.scenario
@@ -26,12 +27,13 @@ def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
     done = rollplex(
         "bench", "--profile", "tiny", *sets(overrides), "--workload", "clevrer", "--steps", "2",
         "--policy", "auto", "--policy", "serial", "--baseline", "colocate", "--baseline", "colocate_same_work",
-        "--ablate", "early-groups", "--ablate", "vision-reuse", "--run-dir", str(tmp_path / "run"), "--json",
+        "--ablate", "early-groups", "--ablate", "vision-reuse",
+        "--ablate", "kv-release", "--ablate", "reference-release", "--run-dir", str(tmp_path / "run"), "--json",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     rows = {row["variant"]: row for row in result["results"]}
-    ablated = ["without early-groups", "without vision-reuse"]
+    ablated = [f"without {name}" for name in ("early-groups", "vision-reuse", "kv-release", "reference-release")]
     assert list(rows) == ["rollplex", "rollplex serial", "colocate", "colocate_same_work", *ablated]
     own = rows["rollplex"]
     assert own["workload"] == "clevrer" and own["policy"] == "auto" and rows["colocate"]["policy"] == "serial"
@@ -45,6 +47,21 @@ def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
             assert mine["prompt_tokens"] == theirs["prompt_tokens"], name
             assert mine["response_tokens_mean"] == theirs["response_tokens_mean"], name
     assert {"hardware", "commit", "command"} <= set(result) and result["launch_us"] > 0
+    assert released(RunFolder(tmp_path / "run")) == {
+        **{name: {"rollout_kv", "reference_weights"} for name in [*list(rows)[:4], *ablated[:2]]},
+        ablated[2]: {"reference_weights"},
+        ablated[3]: {"rollout_kv"},
+    }
+
+
+def released(run: RunFolder) -> dict[str, set[str]]:
+    """Variant to what lost its memory between the first and the last phase of its steps."""
+    variants = {row["step"]: row["variant"] for row in read_jsonl(run.metrics)}
+    found: dict[str, set[str]] = {name: set() for name in variants.values()}
+    for event in read_jsonl(run.events_dir / "rank0.jsonl"):
+        if event["name"] == "residency" and not event["mapped"] and event["after"] != "being kept" and event["step"]:
+            found[variants[event["step"]]] |= {*event["regions"]} & {"rollout_kv", "reference_weights"}
+    return found
 
 
 @pytest.mark.parametrize(
@@ -88,12 +105,13 @@ def test_disagg_does_the_same_work_on_ranks_with_one_role(tmp_path: Path) -> Non
     overrides = small("rollout.max_new_tokens=16", "topology.ranks_per_node=2", "topology.train_tp=2")
     done = rollplex(
         "bench", "--profile", "tiny", *sets(overrides), "--workload", "clevrer", "--workload", "math", "--steps", "2",
-        "--baseline", "disagg", "--baseline", "colocate", "--run-dir", str(tmp_path / "run"), "--json", timeout_s=500,
+        "--baseline", "disagg", "--baseline", "colocate", "--ablate", "matched-tp", "--run-dir", str(tmp_path / "run"),
+        "--json", timeout_s=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "run" / "bench_result.json").read_text())
-    names = ["rollplex", "colocate", "disagg"]
+    names = ["rollplex", "colocate", "disagg", "matched-tp"]
     assert [(row["workload"], row["variant"]) for row in result["results"]] == [
         (workload, name) for workload in ("clevrer", "math") for name in names
     ]
@@ -106,12 +124,14 @@ def test_disagg_does_the_same_work_on_ranks_with_one_role(tmp_path: Path) -> Non
 def check_apart(result: dict[str, Any]) -> None:
     rows = {row["variant"]: row for row in result["results"]}
     own, apart = rows["rollplex"], rows["disagg"]
-    assert set(own["ratio"]) == {"colocate", "disagg"}
+    assert set(own["ratio"]) == {"colocate", "disagg", "matched-tp"}
     pairs = zip(result["raw"]["disagg"], result["raw"]["rollplex"], strict=True)
     assert own["ratio"]["disagg"] == statistics.median(theirs["step_s"] / mine["step_s"] for theirs, mine in pairs)
-    assert set(apart["ratio"]) == {"rollplex", "colocate"}
+    assert set(apart["ratio"]) == {"rollplex", "colocate", "matched-tp"}
     assert own["layout"] == {"training_ranks": 2, "rollout_ranks": 2, "train_tp": 2, "rollout_tp": 1}
     assert apart["layout"] == {"training_ranks": 1, "rollout_ranks": 1, "train_tp": 1, "rollout_tp": 1}
+    assert rows["matched-tp"]["layout"] == {**own["layout"], "rollout_tp": 2}
+    assert (rows["matched-tp"]["schedule"], rows["matched-tp"]["policy"]) == ("rollplex", own["policy"])
     assert apart["policy"] == "serial" and apart["phase_s"]["PUBLISH"] > 0
     for mine, theirs in zip(result["raw"]["rollplex"], result["raw"]["disagg"], strict=True):
         assert mine["prompt_tokens"] == theirs["prompt_tokens"] and len(mine["prompt_tokens"]) == 4

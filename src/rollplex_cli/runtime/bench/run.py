@@ -1,8 +1,8 @@
 """Benchmark of schedules: the same prompts and response lengths under each, in alternation, in one process.
 
 Alternating ABBA inside one run cancels what drifts (clock, caches, neighbours on the host); two separate runs
-would compare those instead of the schedules. `disagg` alone needs another set of engines, with half of the ranks in
-each role: it takes the same pairs in processes of its own, right after the others (`join.py`).
+would compare those instead of the schedules. `disagg`, with half of the ranks in each role, and `matched-tp` need
+engines built differently: each takes the same pairs in processes of its own, right after the others (`join.py`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.names import TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
+from rollplex_cli.plan.memory.ablations import ALL_STEP
 from rollplex_cli.plan.workloads import WORKLOADS
 from rollplex_cli.profile.sections.reuse import ReuseProfile
 from rollplex_cli.profile.sharing import parse_policy
@@ -50,7 +51,8 @@ ABLATIONS: dict[str, frozenset[TaskKind]] = {
     "early-groups": frozenset(),
     "vision-reuse": frozenset(),
 }
-"""What each leaves out of the overlap; the last has every role run its own vision tower."""
+"""What each leaves out of the overlap; the last has every role run its own vision tower. Beside them measures of the
+memory plan can be left out, see `_kept`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Variant:
     policy: str
     profile: Profile
     order: Schedule
+    kept: frozenset[str] = frozenset()
+    """Objects that this variant does not release within a step."""
 
 
 def run_bench(rank: Rank) -> None:
@@ -127,6 +131,7 @@ def _step(
 ) -> dict[str, Any]:
     rank.control.step = number
     rank.sharing.follow(parse_policy(variant.policy))
+    rank.memory.residency.keep(variant.kept)
     allocations = _device_allocations()
     rank.memory.meter.take_driver_peak()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
@@ -163,7 +168,8 @@ def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
     if profile.disaggregated:
         profile = _as_published(profile)
     policies = request.get("policies") or [profile.schedule.policy]
-    found = [_variant(profile, own if i == 0 else f"{own} {p}", own, p) for i, p in enumerate(policies)]
+    first = request.get("name", own)
+    found = [_variant(profile, first if i == 0 else f"{own} {p}", own, p) for i, p in enumerate(policies)]
     for name in request.get("baselines", []):
         if name == "colocate":
             found.append(_variant(_as_published(profile), name, "colocate", "serial"))
@@ -172,7 +178,7 @@ def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
         else:
             raise UsageError(f"no such baseline: `{name}`", hint="baselines are: colocate, colocate_same_work")
     for name in request.get("ablations", []):
-        if name not in ABLATIONS:
+        if name not in ABLATIONS and not _kept(name):
             raise UsageError(f"no such ablation: `{name}`", hint=f"ablations are: {', '.join(ABLATIONS)}")
         found.append(_variant(profile, f"without {name}", own, policies[0], ablation=name))
     return list({variant.name: variant for variant in found}.values())
@@ -191,9 +197,16 @@ def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: 
         profile = dataclasses.replace(profile, reuse=reuse)
     if ablation == "early-groups":
         order = dataclasses.replace(order, early_groups=False)
-    if ablation:
+    if ablation in ABLATIONS:
         order = dataclasses.replace(order, never_beside_decode=ABLATIONS[ablation])
-    return Variant(name=name, schedule=schedule, policy=policy, profile=profile, order=order)
+    return Variant(
+        name=name, schedule=schedule, policy=policy, profile=profile, order=order, kept=frozenset(_kept(ablation))
+    )
+
+
+def _kept(ablation: str) -> tuple[str, ...]:
+    """Objects that stay through the step where this measure of the memory plan is left out; () for other ablations."""
+    return ALL_STEP.get(f"no-{ablation}", ())
 
 
 def _workload(name: str | None) -> Workload | None:
