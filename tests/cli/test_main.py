@@ -248,8 +248,9 @@ def test_bench_of_several_policies_needs_no_baseline(
     asked = ["bench", "--plain", "--policy", "auto"]
     for more in ([], ["--policy", "auto"], ["--policy", "serial"], ["--policy", "serial", "--baseline", "colocate"]):
         assert run([*asked, *more, "--run-dir", f"b{len(supervised.jobs)}"]) == 1
-    baselines = [json.loads((root / "bench.json").read_text())["baselines"] for _, root in supervised.jobs]
-    assert baselines == [["colocate"], ["colocate"], [], ["colocate"]]
+    requests = [json.loads((root / "bench.json").read_text()) for _, root in supervised.jobs]
+    assert [request["baselines"] for request in requests] == [["colocate"], ["colocate"], [], ["colocate"]]
+    assert [request["policies"] for request in requests] == [["auto"], ["auto"], ["auto", "serial"], ["auto", "serial"]]
     capsys.readouterr()
 
 
@@ -268,10 +269,21 @@ def test_what_cannot_be_ablated_is_refused_before_anything_runs(
     code, text = said("kv-release", *one, f"memory.budget_gib={budget}")
     assert code == 3 and "`--ablate kv-release` does not fit" in text and "regions per rank: " in text
     assert "`rollplex profile-memory --ablate no-kv-release`" in text
-    code, text = said("reference-release", "memory.residency=resident")
-    assert code == 2 and "releases nothing in any case" in text
-    code, text = said("matched-tp")
-    assert code == 2 and "got `topology.rollout_tp` 1, which is `topology.train_tp` already" in text
+    for ablation, overrides, why in (
+        ("reference-release", ["memory.residency=resident"], "`memory.residency: resident` releases nothing"),
+        ("reference-release", ["algorithm.kl_coef=0"], "got `algorithm.kl_coef` 0, so there is no reference"),
+        ("snapshot-release", [], "a rank holds no rows that only others train"),
+        ("early-groups", ["schedule.early_groups=false"], "got `schedule.early_groups` false"),
+        ("actor-overlap", ["schedule.policy=serial"], "policy `serial` overlaps nothing"),
+        ("vision-reuse", [], "every role runs its own vision tower"),
+        ("matched-tp", [], "got `topology.rollout_tp` 1, which is `topology.train_tp` already"),
+    ):
+        code, text = said(ablation, *overrides)
+        assert code == 2 and f"`--ablate {ablation}` would change nothing: {why}" in text and "hint: " in text
+    assert run(["bench", "--set", "schedule.name=colocate"]) == 2
+    assert "`schedule.name: colocate` is a baseline here" in "\n".join(lines(capsys)[1])
+    assert run(["bench", "--policy", "foo"]) == 2
+    assert "error: `--policy`: got `foo`" in "\n".join(lines(capsys)[1])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -282,7 +294,7 @@ def test_bench_halves_the_ranks_for_disagg_before_anything_runs(
     monkeypatch.setattr(bench, "run_job", supervised)
     asked = ["bench", "--plain", "--run-dir", "b", "--baseline", "disagg"]
     assert run(asked) == 2
-    assert "expected an even number of ranks with `schedule.name: disagg`" in "\n".join(lines(capsys)[1])
+    assert "`--baseline disagg`: got 1 rank(s), expected an even number" in "\n".join(lines(capsys)[1])
     assert list(tmp_path.iterdir()) == []
     assert run([*asked, "--set", "topology.ranks_per_node=2", "--set", "schedule.name=disagg"]) == 2
     assert "set `schedule.name` to `rollplex` and add `--baseline disagg`" in "\n".join(lines(capsys)[1])
@@ -325,6 +337,26 @@ def test_the_second_part_of_a_bench_takes_data_and_base_of_the_first(
     assert second["beside"] == str(Path("b/bench_result.json").resolve())
     resolved = load_profile("b/disagg/profile.yaml")
     assert (resolved.topology.train_tp, resolved.schedule.policy) == (1, "serial")
+
+
+def test_what_a_bench_measured_is_shown_when_a_later_part_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_job(job: object, _plan: object, folder: RunFolder, *, plain: bool) -> None:
+        assert plain
+        if job.schedule.name == "disagg":  # type: ignore[attr-defined]
+            raise RunFailedError("rank 1 died")
+        folder.base_dir.mkdir()
+        folder.prepare_status.write_text("done")
+        row = {"workload": "star", "variant": "rollplex", "step_s_median": 1.25}
+        folder.bench_result.write_text(json.dumps({"results": [row]}))
+
+    monkeypatch.setattr(bench, "run_job", run_job)
+    asked = ["bench", "--plain", "--run-dir", "b", "--baseline", "disagg", "--set", "topology.ranks_per_node=2"]
+    assert run(asked) == 1
+    out, err = lines(capsys)
+    assert "workload star" in out and "1.25" in out
+    assert "measured before that: b/bench_result.json" in err and "error: rank 1 died" in err
 
 
 def test_a_resume_beside_a_running_supervisor_leaves_its_profile_alone(

@@ -42,6 +42,16 @@ def test_report_prints_tables_and_writes_files(make_run: MakeRun) -> None:
     assert json.loads((folder.report_dir / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
 
 
+def test_a_benchmark_is_reported_by_its_times(make_run: MakeRun) -> None:
+    folder = make_run()
+    row = {"workload": "star", "variant": "rollplex", "step_s_median": 1.25, "ratio": {"colocate": 1.5}}
+    folder.bench_result.write_text(json.dumps({"results": [row]}), encoding="utf-8")
+    text = report(folder.root)
+    assert "workload star" in text and "times colocate's speed" in text and "1.50" in text
+    assert "reward: first step" not in text
+    assert json.loads(report(folder.root, as_json=True))["bench"] == {"results": [row]}
+
+
 def test_two_schedules_make_a_taller_timeline(make_run: MakeRun) -> None:
     one = make_run()
     report(one.root)

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollplex_cli.cli import options
+from rollplex_cli.cli.ablations import Ablation, require_ablations
 from rollplex_cli.cli.output import print_json, set_json_mode, stdout_console
 from rollplex_cli.cli.train import run_job
-from rollplex_cli.core.errors import DoesNotFitError, RunFailedError, UsageError
+from rollplex_cli.core.errors import RollplexError, RunFailedError, UsageError
 from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.log import talk
 from rollplex_cli.profile.sharing import parse_policy
@@ -24,7 +25,6 @@ from rollplex_cli.profile.sharing import parse_policy
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
     from rollplex_cli.plan.build import Plan
-    from rollplex_cli.plan.fit import Machine
     from rollplex_cli.profile.schema import Profile
 
 NUM_WARM_UP_STEPS = 1
@@ -47,23 +47,6 @@ class WorkloadName(StrEnum):
     perceptiontest = "perceptiontest"
     llava_video = "llava-video"
     math = "math"
-
-
-class Ablation(StrEnum):
-    """What `--ablate` leaves out: of the overlap, of what is reused, of what is released within a step, or rollout
-    degrees below the trainer's."""
-
-    reference_overlap = "reference-overlap"
-    actor_overlap = "actor-overlap"
-    early_groups = "early-groups"
-    vision_reuse = "vision-reuse"
-    kv_release = "kv-release"
-    reference_release = "reference-release"
-    snapshot_release = "snapshot-release"
-    matched_tp = "matched-tp"
-
-
-RELEASES = (Ablation.kv_release, Ablation.reference_release, Ablation.snapshot_release)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,25 +91,25 @@ def bench(
     from rollplex_cli.report.bench import print_bench
 
     set_json_mode(as_json)
-    policies = list(policy or [])
+    policies = list(dict.fromkeys(policy or []))
+    _check_policies(policies)
     overrides = [*(set_ or []), *(f"schedule.policy={name}" for name in policies[:1])]
     job, plan, machine = options.load(profile, overrides)
-    _check_policies(policies)
-    if job.disaggregated:
+    if job.schedule.name != "rollplex":
         raise UsageError(
-            "`schedule.name: disagg` is a baseline here, and what is measured against it shares its GPUs",
-            hint="set `schedule.name` to `rollplex` and add `--baseline disagg`",
+            f"`schedule.name: {job.schedule.name}` is a baseline here, measured beside the schedule that overlaps",
+            hint=f"set `schedule.name` to `rollplex` and add `--baseline {job.schedule.name}`",
         )
+    # Before anything runs: what cannot be measured is said at once.
     options.require_fit(plan, machine)
-    _require_room(job, plan, machine, ablate or [])
-    alone = len(set(policies)) < 2
-    asked = [str(name) for name in baseline or ([Baseline.colocate] if alone else [])]
-    # Before anything runs: what cannot be built is said at once.
-    apart = _apart(job, profile, overrides, baseline or [], ablate or [])
-    names = [name for name in asked if name != Baseline.disagg]
+    left_out = list(dict.fromkeys(ablate or []))
+    require_ablations(job, plan, machine, policies, left_out)
+    baselines = list(dict.fromkeys(baseline or ([Baseline.colocate] if len(policies) < 2 else [])))
+    apart = _apart(job, profile, overrides, baselines, left_out)
+    names = [str(name) for name in baselines if name is not Baseline.disagg]
     workloads = list(dict.fromkeys(str(name) for name in workload or []))
-    ablations = [str(name) for name in ablate or [] if name != Ablation.matched_tp]
-    variants = len(set(names)) + max(1, len(policies)) + len(ablations)
+    ablations = [str(name) for name in left_out if name is not Ablation.matched_tp]
+    variants = len(names) + max(1, len(policies)) + len(ablations)
     job = _bench_job(job, variants, len(workloads), steps)
     request = {
         "baselines": names,
@@ -138,19 +121,21 @@ def bench(
     run = options.new_run(job, plan, run_dir, sys.argv, prefix="bench-")
     write_atomic(run.bench, json.dumps(request) + "\n")
     talk(f"run folder: {run.root}")
-    run_job(job, plan, run, plain=plain or as_json)
-    result = _result(run)
-    for part in apart:
-        request = {
-            **request,
-            "name": part.name,
-            "baselines": [],
-            "policies": [],
-            "ablations": [],
-            "beside": str(run.bench_result.resolve()),
-        }
-        part_job = _bench_job(part.job, 1, len(workloads), steps)
-        result = _measure_apart(dataclasses.replace(part, job=part_job), run, request, plain=plain or as_json)
+    quiet = plain or as_json
+    try:
+        run_job(job, plan, run, plain=quiet)
+        result = _result(run)
+        for part in apart:
+            alone = {"name": part.name, "baselines": [], "policies": [], "ablations": []}
+            request = {**request, **alone, "beside": str(run.bench_result.resolve())}
+            part = dataclasses.replace(part, job=_bench_job(part.job, 1, len(workloads), steps))
+            result = _measure_apart(part, run, request, plain=quiet)
+    except RollplexError:
+        if (done := read_json(run.bench_result)) is not None:
+            talk(f"measured before that: {run.bench_result}")
+            if not as_json:
+                print_bench(done, stdout_console())
+        raise
     if as_json:
         print_json(result)
     else:
@@ -163,19 +148,19 @@ def _apart(
     """Parts that need engines of their own.
 
     Raises:
-        UsageError: the ranks cannot be halved, or the rollout has the trainer's degree already.
+        UsageError: the ranks cannot be halved.
         DoesNotFitError: a part does not fit this machine.
     """
     wanted = []
     if Baseline.disagg in baselines:
+        if job.num_ranks % 2:
+            raise UsageError(
+                f"`--baseline disagg`: got {job.num_ranks} rank(s), expected an even number: half decode, half train",
+                hint="set `topology.ranks_per_node`, or leave it out",
+            )
         wanted.append(("disagg", "half of the ranks decode, half train", _halved(job)))
     if Ablation.matched_tp in ablations:
         degree = job.topology.train_tp
-        if job.topology.rollout_tp == degree:
-            raise UsageError(
-                f"`--ablate matched-tp`: got `topology.rollout_tp` {degree}, which is `topology.train_tp` already",
-                hint="leave it out, or set a lower `topology.rollout_tp`",
-            )
         wanted.append(("matched-tp", f"rollout of TP {degree}", [f"topology.rollout_tp={degree}"]))
     found = []
     for name, what, changes in wanted:
@@ -183,28 +168,6 @@ def _apart(
         options.require_fit(plan, machine)
         found.append(_Apart(name=name, what=what, job=own, plan=plan))
     return found
-
-
-def _require_room(job: Profile, plan: Plan, machine: Machine, ablations: list[Ablation]) -> None:
-    """Raise where what `ablations` keep through a step has no room, or nothing is released in any case."""
-    from rollplex_cli.plan.fit import memory_reasons
-    from rollplex_cli.plan.memory import ABLATIONS, compute_memory
-
-    for name in (name for name in ablations if name in RELEASES):
-        if job.memory.residency == "resident":
-            raise UsageError(
-                f"`--ablate {name}`: `memory.residency: resident` releases nothing in any case",
-                hint="set `memory.residency` to `managed`",
-            )
-        [measure] = [known for known in ABLATIONS if known == f"no-{name}"]
-        inputs = dataclasses.replace(plan.memory_inputs, without=frozenset({measure}))
-        kept = dataclasses.replace(plan, memory_inputs=inputs, memory=compute_memory(inputs))
-        if reasons := memory_reasons(kept, machine):
-            raise DoesNotFitError(
-                f"`--ablate {name}` does not fit" + "".join(f"\n  {reason}" for reason in reasons),
-                hint=f"leave it out, or raise `memory.budget_gib`; `rollplex profile-memory --ablate {measure}` has it "
-                "moment by moment",
-            )
 
 
 def _result(run: RunFolder) -> dict[str, Any]:
@@ -244,7 +207,8 @@ def _check_policies(policies: list[str]) -> None:
         try:
             policy = parse_policy(name)
         except ValueError as error:
-            raise UsageError(f"`--policy`: got `{name}`, {error}") from None
+            hint = "policies are: serial, streams, priority, fence:SMS, partition:PERCENT/PERCENT, auto"
+            raise UsageError(f"`--policy`: got `{name}`, {error}", hint=hint) from None
         if policy.decode_percent is not None and len(policies) > 1:
             raise UsageError(
                 f"`--policy {name}` confines decode for a whole run, and cannot alternate with others",

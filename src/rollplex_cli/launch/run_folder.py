@@ -43,7 +43,8 @@ def create_run(root: Path, *, profile_yaml: str, plan_json: str, argv: Sequence[
     try:
         run.make()
     except OSError as error:
-        raise UsageError(f"cannot make the run folder `{root}`: {error.strerror}") from error
+        hint = "`--run-dir` names a folder that is made, in a place you may write to"
+        raise UsageError(f"cannot make the run folder `{root}`: {error.strerror}", hint=hint) from error
     _describe(run, profile_yaml, plan_json, argv)
     return run
 

@@ -65,7 +65,8 @@ class PhaseMeter:
             manager.add_reclaimer(torch.cuda.empty_cache)
         self._regions = manager.memory.holders()
         self._objects: dict[str, int] = {}
-        self._peak = self._driver_peak = self._longest = 0
+        self._peak = self._driver_peak = 0
+        self._longest = (0, 0)
         self._cap()
 
     def changed(self, _change: ResidencyChange | None = None) -> None:
@@ -90,11 +91,12 @@ class PhaseMeter:
             self._objects, self._peak, self._driver_peak = {}, 0, 0
         return measured
 
-    def take_driver_peak(self) -> int:
-        """What the driver counted at most since the last call, over any number of phases."""
+    def take_peaks(self) -> tuple[int, int]:
+        """The most that was given out since the last call, over any number of phases, and the most that the driver
+        counted, in which PyTorch's cache of earlier work is."""
         with self._lock:
             self._close_interval()
-            longest, self._longest = self._longest, 0
+            longest, self._longest = self._longest, (0, 0)
         return longest
 
     def _close_interval(self) -> None:
@@ -108,7 +110,7 @@ class PhaseMeter:
             driver += torch.cuda.max_memory_reserved(self._device) + inside[CONTEXT]
             torch.cuda.reset_peak_memory_stats(self._device)
         self._peak, self._driver_peak = max(self._peak, total), max(self._driver_peak, driver)
-        self._longest = max(self._longest, driver)
+        self._longest = (max(self._longest[0], total), max(self._longest[1], driver))
         for name, size in inside.items():
             self._objects[name] = max(self._objects.get(name, 0), size)
         self._regions = self._manager.memory.holders()

@@ -120,11 +120,18 @@ class Residency:
         return {tensor: region.tensor(tensor) for tensor in specs}
 
     def keep(self, names: Iterable[str]) -> None:
-        """Between steps: these objects, where they are placed, stay from their next use on as under `resident`, and no
-        others do. What was kept and is not any more goes now."""
+        """Between steps: these objects, where they are placed, have memory from now on as under `resident`, and no
+        others do. What was kept and is not any more goes.
+
+        Raises:
+            OutOfMemoryError: as `lease`.
+        """
         before, self._kept = self._kept, frozenset(names)
         for name in before - self._kept:
             self._unmap(name, "being kept")
+        for name in self._kept & self._objects.keys():
+            with self._objects[name].moving:
+                self._map(name, self._objects[name])
 
     def rest(self, name: str) -> None:
         """The object is built and nobody uses it before its next lease."""
@@ -315,9 +322,12 @@ class Residency:
         with self._lock:
             return self._objects[name].left == 1
 
-    def _take(self, name: str, held: _Object) -> None:
+    def _map(self, name: str, held: _Object) -> None:
         if held.region.state is RegionState.UNMAPPED:
             self.manager.map(name)
+
+    def _take(self, name: str, held: _Object) -> None:
+        self._map(name, held)
         held.leased += 1
 
     def _unmap(self, name: str, after: str) -> None:

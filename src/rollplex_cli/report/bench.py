@@ -59,11 +59,11 @@ def _update(result: dict[str, Any]) -> list[str]:
 
 def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
     table = Table(title=Text(f"workload {name}"), title_justify="left")
-    table.add_column("seconds, median")
+    table.add_column("seconds, median", overflow="fold")
     for row in rows:
         policy = row.get("policy")
         name = printable(row.get("variant") or row.get("schedule", "-")) + (f"\n{printable(policy)}" if policy else "")
-        table.add_column(Text(name), justify="right")
+        table.add_column(Text(name, overflow="fold"), justify="right", overflow="fold")
     table.add_row("step", *(show(number(row, "step_s_median")) for row in rows))
     table.add_row("  lowest .. highest", *(_spread(row.get("step_s_spread")) for row in rows))
     for phase in dict.fromkeys(name for row in rows for name in _names(row, "phase_s")):

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from rollplex_cli.core.files import read_tail
+from rollplex_cli.core.files import read_json, read_tail
+from rollplex_cli.report.bench import bench_table
 from rollplex_cli.report.page.page import write_page
 from rollplex_cli.report.plots import draw_curves
 from rollplex_cli.report.series import (
@@ -64,6 +65,8 @@ def render(run_dir: str | Path, console: Console, json: bool = False) -> None:
         return
     for line in _head_lines(report):
         console.print(Text(printable(line)), soft_wrap=True)
+    if report["bench"]:
+        console.print(bench_table(report["bench"]))
     if report["phases"]:
         console.print(phase_table(phase_times(data.rows)))
     if spans:
@@ -93,14 +96,17 @@ def describe(data: RunData) -> dict[str, Any]:
         "train_s": sum(seconds),
         "phases": as_json(phase_times(data.rows)),
         "tasks": as_json(task_times(parse_spans(data), data.plan)) if data.events else [],
+        "bench": read_json(data.folder.bench_result),
     }
 
 
 def _head_lines(report: dict[str, Any]) -> list[str]:
     if not report["num_steps"]:
         return [f"{report['profile']}: no step is complete"]
-    lines = [
-        f"{report['profile']}: {report['num_steps']} steps in {report['train_s']:.1f} s",
+    lines = [f"{report['profile']}: {report['num_steps']} steps in {report['train_s']:.1f} s"]
+    if report["bench"]:
+        return lines  # a benchmark measures time: its rewards mean nothing
+    lines += [
         f"reward: first step {report['reward_first_step']:.3f}, "
         f"mean of the last {report['window']} steps {report['reward_window_mean']:.3f}",
     ]

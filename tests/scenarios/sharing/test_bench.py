@@ -47,20 +47,25 @@ def test_variants_of_a_workload_run_the_same_work(tmp_path: Path) -> None:
             assert mine["prompt_tokens"] == theirs["prompt_tokens"], name
             assert mine["response_tokens_mean"] == theirs["response_tokens_mean"], name
     assert {"hardware", "commit", "command"} <= set(result) and result["launch_us"] > 0
-    assert released(RunFolder(tmp_path / "run")) == {
+    assert moved(RunFolder(tmp_path / "run")) == {
         **{name: {"rollout_kv", "reference_weights"} for name in [*list(rows)[:4], *ablated[:2]]},
         ablated[2]: {"reference_weights"},
         ablated[3]: {"rollout_kv"},
     }
 
 
-def released(run: RunFolder) -> dict[str, set[str]]:
-    """Variant to what lost its memory between the first and the last phase of its steps."""
+def moved(run: RunFolder) -> dict[str, set[str]]:
+    """Variant to what was given or lost memory during its steps."""
     variants = {row["step"]: row["variant"] for row in read_jsonl(run.metrics)}
+    events = list(read_jsonl(run.events_dir / "rank0.jsonl"))
     found: dict[str, set[str]] = {name: set() for name in variants.values()}
-    for event in read_jsonl(run.events_dir / "rank0.jsonl"):
-        if event["name"] == "residency" and not event["mapped"] and event["after"] != "being kept" and event["step"]:
-            found[variants[event["step"]]] |= {*event["regions"]} & {"rollout_kv", "reference_weights"}
+    for step, name in variants.items():
+        own = [event for event in events if event["step"] == step]
+        phases = [event for event in own if event["lane"] == "control"]
+        begun, ended = min(event["t0"] for event in phases), max(event["t1"] for event in phases)
+        for event in own:
+            if event["name"] == "residency" and begun <= event["t0"] <= ended:
+                found[name] |= {*event["regions"]} & {"rollout_kv", "reference_weights"}
     return found
 
 

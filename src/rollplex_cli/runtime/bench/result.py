@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Rows = dict[str, list[dict[str, Any]]]
 STUDENT_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom."""
+PEAKS = ("peak_bytes", "driver_peak_bytes")
+"""The most that a variant's steps were given, and that the driver counted, with PyTorch's cache of other variants."""
 GEMM_SIZE, GEMM_TIMES = 8192, 20
 LAUNCHES, LAUNCH_BATCHES = 200, 9
 """Fewer at once than a device's queue holds: a full one would be waited for."""
@@ -66,7 +68,7 @@ def _layout(rank: Rank) -> dict[str, int]:
 
 
 def _raw(row: dict[str, Any]) -> dict[str, Any]:
-    names = ("step_s", "phase_s", "loss", "grad_norm", "logprob_diff_mean", "peak_bytes", "response_tokens_mean")
+    names = ("step_s", "phase_s", "loss", "grad_norm", "logprob_diff_mean", *PEAKS, "response_tokens_mean")
     return {name: row.get(name) for name in (*names, "prompt_tokens", "device_allocations")}
 
 
@@ -77,7 +79,6 @@ def _summary(
     times = [r["step_s"] for r in own]
     phases = sorted({phase for r in own for phase in r["phase_s"]})
     tokens = [sum(r["prompt_tokens"]) + r["response_tokens_mean"] * _responses(r) for r in own]
-    peaks = [r["peak_bytes"] for r in own if r.get("peak_bytes")]
     middle = statistics.median(times)
     return {
         "workload": workload,
@@ -89,7 +90,7 @@ def _summary(
         "phase_s": {p: statistics.median(r["phase_s"].get(p, 0.0) for r in own) for p in phases},
         **compare(variant.name, rows),
         "co_run_efficiency": efficiency or None,
-        "peak_bytes": max(peaks) if peaks else None,
+        **{name: max((r[name] for r in own if r.get(name)), default=None) for name in PEAKS},
         "bound_ratio": middle / bound if bound else None,
         "tokens_per_s": statistics.median(n / t for n, t in zip(tokens, times, strict=True)),
         "response_tokens_mean": statistics.median(r["response_tokens_mean"] for r in own),

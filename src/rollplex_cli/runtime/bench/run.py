@@ -28,7 +28,7 @@ from rollplex_cli.profile.sections.reuse import ReuseProfile
 from rollplex_cli.profile.sharing import parse_policy
 from rollplex_cli.runtime.bench.join import join, merge, of_workload
 from rollplex_cli.runtime.bench.prompts import CoinFlips, draw_inputs
-from rollplex_cli.runtime.bench.result import build_result
+from rollplex_cli.runtime.bench.result import PEAKS, build_result
 from rollplex_cli.runtime.executor.schedules import schedule_of
 from rollplex_cli.runtime.sharing.calibrate import calibrate
 from rollplex_cli.runtime.step import run_step
@@ -118,6 +118,7 @@ def _measure(
             row = _step(rank, next(numbers), variant, inputs, lengths, workload)
             if measures:
                 rows[variant.name].append(row)
+    rank.memory.residency.keep(())
     return rows, measured
 
 
@@ -133,18 +134,18 @@ def _step(
     rank.sharing.follow(parse_policy(variant.policy))
     rank.memory.residency.keep(variant.kept)
     allocations = _device_allocations()
-    rank.memory.meter.take_driver_peak()
+    rank.memory.meter.take_peaks()
     result = run_step(rank, number, inputs, variant.order, lengths=lengths, profile=variant.profile)
     outcome = result.tasks.outcome  # of a rank that trains
-    peak = rank.memory.meter.take_driver_peak() if torch.cuda.is_available() else None
+    peaks = rank.memory.meter.take_peaks() if torch.cuda.is_available() else (0, 0)
     prompt_tokens = [i.num_tokens for i in inputs] if rank.team.leads else []
-    own = {"prompt_tokens": prompt_tokens, "peak_bytes": peak or 0, "stop": rank.control.stop_requested}
+    own = {"prompt_tokens": prompt_tokens, "peaks": peaks, "stop": rank.control.stop_requested}
     every = rank.peers.meet(f"bench step {number}", own, rank.control.tick)
     prompt_tokens = [n for theirs in every for n in theirs["prompt_tokens"]]
     row = {
         **result.row,
         "optimizer": dataclasses.asdict(outcome.stats) if outcome is not None else None,
-        "peak_bytes": max(theirs["peak_bytes"] for theirs in every) or None,
+        **{name: max(theirs["peaks"][i] for theirs in every) or None for i, name in enumerate(PEAKS)},
         "device_allocations": _device_allocations() - allocations,
         "prompt_tokens": prompt_tokens,
         "num_responses": len(prompt_tokens) * rank.profile.rollout.group_size,
