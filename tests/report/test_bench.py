@@ -74,3 +74,15 @@ def test_the_update_stands_against_the_link() -> None:
     assert "update: 0.500 s for 12.0 GiB to the device and 12.0 GiB back; the link, 57.3 GB/s both ways" in text
     assert "allows 0.450 s: 1.11 times that" in text
     assert "update:" not in shown({**RESULT, "update": {**update, "link": None, "link_s": None, "ratio": None}})
+
+
+def test_memory_rates_and_sharing_are_shown_where_they_were_measured() -> None:
+    assert "peak memory" not in shown(RESULT) and "co-run" not in shown(RESULT)
+    first, second = RESULT["results"]
+    figures = {"tokens_per_s": 1833.8, "peak_bytes": 3 << 30, "bound_ratio": 1.25, "logprob_diff_mean": 0.0704}
+    measured = {"batch": 8, "reserved_sms": 0, "efficiency": 1.221, "watts": 518.0, "sm_mhz": 1815}
+    fenced = {**measured, "reserved_sms": 16, "watts": None}
+    text = shown({"results": [{**first, **figures}, second], "bound_s": 1.0, "co_run": [measured, fenced]})
+    for part in ("1,834", "3.0 GiB", "1.25", "7.0e-02", "no step takes less than 1.000 s"):
+        assert part in text
+    assert "co-run efficiency at 8 responses: 1.22 by priority at 518 W, 1815 MHz, 1.22 with 16 SMs fenced" in text

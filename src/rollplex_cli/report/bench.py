@@ -12,9 +12,19 @@ from rollplex_cli.core.units import format_bytes
 from rollplex_cli.report.series import number, printable, show
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rich.console import Console, RenderableType
 
 RATIOS = ("colocate", "colocate_same_work", "disagg")
+
+FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("tokens_per_s", "tokens/s", "{:,.0f}".format),
+    ("peak_bytes", "peak memory", lambda value: format_bytes(int(value))),
+    ("bound_ratio", "times the least step", "{:.2f}".format),
+    ("logprob_diff_mean", "log-prob difference", "{:.1e}".format),
+)
+"""Key of a result's row, title, and how a value is shown; left out where no row has it."""
 
 
 def print_bench(result: dict[str, Any], console: Console) -> None:
@@ -40,8 +50,24 @@ def bench_table(result: dict[str, Any]) -> RenderableType:
     for name, part in parts.items():
         if (launch := number(part, "launch_us")) is not None:
             facts.append(f"{name}an operation takes the host {launch:.0f} microseconds to issue")
-        facts += [f"{name}{fact}" for fact in _update(part)]
+        if (bound := number(part, "bound_s")) is not None:
+            facts.append(f"{name}no step takes less than {bound:.3f} s (decode alone, or all operations)")
+        facts += [f"{name}{fact}" for fact in (*_co_run(part), *_update(part))]
     return Group(*(tables or [Text("no results")]), *(Text(printable(fact)) for fact in facts))
+
+
+def _co_run(result: dict[str, Any]) -> list[str]:
+    """How much decode and trainer do together of what they do in turn, at every batch and number of fenced SMs."""
+    rows = [row for row in result.get("co_run") or [] if isinstance(row, dict)]
+    found: dict[object, list[str]] = {}
+    for row in rows:
+        efficiency, watts, clock = number(row, "efficiency"), number(row, "watts"), number(row, "sm_mhz")
+        if efficiency is not None:
+            power = f" at {watts:.0f} W, {clock:.0f} MHz" if watts is not None and clock is not None else ""
+            fence = row.get("reserved_sms")
+            text = f"{efficiency:.2f} {f'with {fence} SMs fenced' if fence else 'by priority'}{power}"
+            found.setdefault(row.get("batch"), []).append(text)
+    return [f"co-run efficiency at {batch} responses: {', '.join(texts)}" for batch, texts in found.items()]
 
 
 def _update(result: dict[str, Any]) -> list[str]:
@@ -68,6 +94,10 @@ def _workload(name: str, rows: list[dict[str, Any]]) -> Table:
     table.add_row("  lowest .. highest", *(_spread(row.get("step_s_spread")) for row in rows))
     for phase in dict.fromkeys(name for row in rows for name in _names(row, "phase_s")):
         table.add_row(Text(f"  {printable(phase)}"), *(show(number(row, f"phase_s.{phase}")) for row in rows))
+    for key, title, form in FIGURES:
+        values = [number(row, key) for row in rows]
+        if any(value is not None for value in values):
+            table.add_row(title, *("-" if value is None else form(value) for value in values))
     found = dict.fromkeys(name for row in rows for name in _names(row, "ratio"))
     for baseline in sorted(found, key=lambda n: (RATIOS.index(n) if n in RATIOS else len(RATIOS), n)):
         table.add_row(
