@@ -136,6 +136,7 @@ def test_kept_rows_are_not_punched(residency: Residency) -> None:
     weights = residency.place("snapshot", FLOATS, stays=True, may_go={"flat": [(0, 2 * MIB)]})["flat"]
     residency.keep(["snapshot"])
     residency.punch("snapshot", DECODES)
+    assert not residency.manager.get("snapshot").punched
     weights.fill_(1.0)
     residency.fill("snapshot")
     assert float(weights.min()) == 1.0

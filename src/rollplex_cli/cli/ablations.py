@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from rollplex_cli.plan.build import Plan
     from rollplex_cli.plan.fit import Machine
+    from rollplex_cli.plan.memory import Ablation as Measure
     from rollplex_cli.profile.schema import Profile
 
 
@@ -32,7 +33,6 @@ class Ablation(StrEnum):
 
 
 OVERLAPS = (Ablation.reference_overlap, Ablation.actor_overlap, Ablation.early_groups)
-RELEASES = (Ablation.kv_release, Ablation.reference_release, Ablation.snapshot_release)
 OF_THE_REFERENCE = (Ablation.reference_overlap, Ablation.reference_release)
 
 
@@ -45,16 +45,19 @@ def require_ablations(
         UsageError: the job does not have what would be left out.
         DoesNotFitError: what would stay through the step has no room.
     """
+    from rollplex_cli.plan.memory import RELEASES
+
     for name in ablations:
         if lacking := _lacking(job, plan, policies, name):
             said, hint = lacking
             raise UsageError(f"`--ablate {name}` would change nothing: {said}", hint=hint)
         if name in RELEASES:
-            _require_room(plan, machine, name)
+            _require_room(plan, machine, name, RELEASES[name])
 
 
 def _lacking(job: Profile, plan: Plan, policies: Sequence[str], name: Ablation) -> tuple[str, str] | None:
     """Why there is nothing to leave out, and a hint."""
+    from rollplex_cli.plan.memory import RELEASES
     from rollplex_cli.plan.memory.objects import foreign_bytes
     from rollplex_cli.plan.vision import vision_source
 
@@ -78,14 +81,12 @@ def _lacking(job: Profile, plan: Plan, policies: Sequence[str], name: Ablation) 
     return None
 
 
-def _require_room(plan: Plan, machine: Machine, name: Ablation) -> None:
+def _require_room(plan: Plan, machine: Machine, name: Ablation, measure: Measure) -> None:
     from rollplex_cli.plan.fit import memory_reasons
-    from rollplex_cli.plan.memory import ABLATIONS, compute_memory
+    from rollplex_cli.plan.memory import ablation_costs
 
-    [measure] = [known for known in ABLATIONS if known == f"no-{name}"]
-    inputs = dataclasses.replace(plan.memory_inputs, without=frozenset({measure}))
-    kept = dataclasses.replace(plan, memory_inputs=inputs, memory=compute_memory(inputs))
-    if reasons := memory_reasons(kept, machine):
+    [cost] = ablation_costs(plan.memory_inputs, (measure,))
+    if reasons := memory_reasons(dataclasses.replace(plan, memory=cost.ledger), machine):
         raise DoesNotFitError(
             f"`--ablate {name}` does not fit" + "".join(f"\n  {reason}" for reason in reasons),
             hint="what the budget leaves goes to kept prefixes: set `schedule.prefix_kept_tokens` lower, or "

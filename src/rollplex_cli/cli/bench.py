@@ -20,7 +20,7 @@ from rollplex_cli.cli.train import run_job
 from rollplex_cli.core.errors import RollplexError, RunFailedError, UsageError
 from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.log import talk
-from rollplex_cli.profile.sharing import parse_policy
+from rollplex_cli.profile.sharing import KNOWN, parse_policy
 
 if TYPE_CHECKING:
     from rollplex_cli.core.paths import RunFolder
@@ -151,17 +151,17 @@ def _apart(
         UsageError: the ranks cannot be halved.
         DoesNotFitError: a part does not fit this machine.
     """
-    wanted = []
+    wanted: list[tuple[str, str, list[str]]] = []
     if Baseline.disagg in baselines:
         if job.num_ranks % 2:
             raise UsageError(
                 f"`--baseline disagg`: got {job.num_ranks} rank(s), expected an even number: half decode, half train",
                 hint="set `topology.ranks_per_node`, or leave it out",
             )
-        wanted.append(("disagg", "half of the ranks decode, half train", _halved(job)))
+        wanted.append((Baseline.disagg, "half of the ranks decode, half train", _halved(job)))
     if Ablation.matched_tp in ablations:
         degree = job.topology.train_tp
-        wanted.append(("matched-tp", f"rollout of TP {degree}", [f"topology.rollout_tp={degree}"]))
+        wanted.append((Ablation.matched_tp, f"rollout of TP {degree}", [f"topology.rollout_tp={degree}"]))
     found = []
     for name, what, changes in wanted:
         own, plan, machine = options.load(profile, [*overrides, *changes])
@@ -207,7 +207,7 @@ def _check_policies(policies: list[str]) -> None:
         try:
             policy = parse_policy(name)
         except ValueError as error:
-            hint = "policies are: serial, streams, priority, fence:SMS, partition:PERCENT/PERCENT, auto"
+            hint = f"policies are: {', '.join(KNOWN)}"
             raise UsageError(f"`--policy`: got `{name}`, {error}", hint=hint) from None
         if policy.decode_percent is not None and len(policies) > 1:
             raise UsageError(

@@ -24,6 +24,13 @@ ABLATIONS: tuple[Ablation, ...] = (
 )
 """Measures that can be left out, and `naive`, which leaves out all of them and the sharing of the weights."""
 
+RELEASES: dict[str, Ablation] = {
+    "kv-release": "no-kv-release",
+    "reference-release": "no-reference-release",
+    "snapshot-release": "no-snapshot-release",
+}
+"""Measures that a running job can do without, by what a benchmark calls them."""
+
 FLOAT32_BYTES = 4
 STATE_BYTES: dict[Master, int] = {"full": 12, "split": 10}
 """Of a trained parameter on the host, and over the link each way: float32 master (or the 16 bits that the device's

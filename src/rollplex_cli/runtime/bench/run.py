@@ -22,6 +22,7 @@ from rollplex_cli.core.files import read_json, write_atomic
 from rollplex_cli.core.names import TaskKind
 from rollplex_cli.core.seeds import derive_seed
 from rollplex_cli.engines.inputs import build_prompt_input
+from rollplex_cli.plan.memory import RELEASES
 from rollplex_cli.plan.memory.ablations import ALL_STEP
 from rollplex_cli.plan.workloads import WORKLOADS
 from rollplex_cli.profile.sections.reuse import ReuseProfile
@@ -51,8 +52,8 @@ ABLATIONS: dict[str, frozenset[TaskKind]] = {
     "early-groups": frozenset(),
     "vision-reuse": frozenset(),
 }
-"""What each leaves out of the overlap; the last has every role run its own vision tower. Beside them measures of the
-memory plan can be left out, see `_kept`."""
+"""What each leaves out of the overlap; the last has every role run its own vision tower. Beside them what the memory
+plan calls RELEASES can be left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +180,8 @@ def _variants(profile: Profile, request: dict[str, Any]) -> list[Variant]:
         else:
             raise UsageError(f"no such baseline: `{name}`", hint="baselines are: colocate, colocate_same_work")
     for name in request.get("ablations", []):
-        if name not in ABLATIONS and not _kept(name):
-            raise UsageError(f"no such ablation: `{name}`", hint=f"ablations are: {', '.join(ABLATIONS)}")
+        if name not in ABLATIONS and name not in RELEASES:
+            raise UsageError(f"no such ablation: `{name}`", hint=f"ablations are: {', '.join((*ABLATIONS, *RELEASES))}")
         found.append(_variant(profile, f"without {name}", own, policies[0], ablation=name))
     return list({variant.name: variant for variant in found}.values())
 
@@ -200,14 +201,8 @@ def _variant(profile: Profile, name: str, schedule: str, policy: str, ablation: 
         order = dataclasses.replace(order, early_groups=False)
     if ablation in ABLATIONS:
         order = dataclasses.replace(order, never_beside_decode=ABLATIONS[ablation])
-    return Variant(
-        name=name, schedule=schedule, policy=policy, profile=profile, order=order, kept=frozenset(_kept(ablation))
-    )
-
-
-def _kept(ablation: str) -> tuple[str, ...]:
-    """Objects that stay through the step where this measure of the memory plan is left out; () for other ablations."""
-    return ALL_STEP.get(f"no-{ablation}", ())
+    kept = frozenset(ALL_STEP[RELEASES[ablation]] if ablation in RELEASES else ())
+    return Variant(name=name, schedule=schedule, policy=policy, profile=profile, order=order, kept=kept)
 
 
 def _workload(name: str | None) -> Workload | None:
